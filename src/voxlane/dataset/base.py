@@ -1,0 +1,208 @@
+"""What both dataset styles share: sources, order, epoch, state, counts."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, Self
+
+import torch.distributed
+
+from voxlane.dataset.order import Positions, State, Tail, check_rank, epoch_order, rank_share, rank_share_size
+from voxlane.dataset.samples import Compose, Decode, Samples, Source
+from voxlane.dataset.tally import Tally
+from voxlane.errors import (
+    ChangedError,
+    ConfigError,
+    DecodeError,
+    NotFoundError,
+    RangeError,
+    StateError,
+    UnavailableError,
+    VoxlaneError,
+)
+from voxlane.listing import Manifest
+from voxlane.store import StoreConfig, Traffic
+
+OnError = Literal["raise", "skip"]
+_SKIPPABLE = (NotFoundError, ChangedError, DecodeError, RangeError, UnavailableError)
+"""Failures of one object. Those of the whole bucket (credentials, permissions) always raise."""
+_log = logging.getLogger("voxlane")
+
+
+class Skipped:
+    """Stands for a sample that failed, where a batch must keep count; `DataLoader` drops it before collating."""
+
+
+class BucketDataset:
+    """The common part of `MapDataset` and `IterableDataset`; see there."""
+
+    def __init__(
+        self,
+        source: str | os.PathLike[str] | Manifest | Samples,
+        *,
+        decode: Decode | None = None,
+        match: str | Sequence[str] | None = None,
+        config: StoreConfig | None = None,
+        cache: str | os.PathLike[str] | None = None,
+        cache_bytes: int = 100 << 30,
+        compose: Compose = "auto",
+        shuffle: bool = False,
+        seed: int = 0,
+        rank: int | None = None,
+        world_size: int | None = None,
+        tail: Tail = "keep",
+        on_error: OnError = "raise",
+    ) -> None:
+        if on_error not in ("raise", "skip"):
+            raise ConfigError(f"on_error={on_error!r}", fix='Give "raise" or "skip"')
+        if tail not in ("keep", "drop", "repeat"):
+            raise ConfigError(f"tail={tail!r}", fix='Give "keep", "drop" or "repeat"')
+        if (rank is None) != (world_size is None):
+            raise ConfigError("rank and world_size go together", fix="Give both, or neither under torch.distributed")
+        if rank is not None and world_size is not None:
+            check_rank(rank, world_size)
+        if isinstance(source, Samples):
+            self.samples = source
+        else:
+            self.samples = Samples(
+                Source(
+                    source,
+                    decode=decode,
+                    match=match,
+                    config=config,
+                    cache=cache,
+                    cache_bytes=cache_bytes,
+                    compose=compose,
+                )
+            )
+        self.shuffle = shuffle
+        self.seed = seed
+        self.tail = tail
+        self.on_error = on_error
+        self.keep_place = False
+        """Yield `Skipped` for a failed sample instead of nothing; set by `voxlane.DataLoader`."""
+        self._rank, self._world_size = rank, world_size
+        self._tally = Tally()
+        for part in self.samples.sources.values():
+            part.attach(self._tally)
+            part.remove_listing_when_dropped(self)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A spawned worker does not know the process group its parent is in.
+        rank, world_size = self.rank_and_world_size()
+        return {**self.__dict__, "_rank": rank, "_world_size": world_size}
+
+    @classmethod
+    def zip(cls, *, key: Callable[[str], str] | None = None, **datasets: Any) -> Self:
+        """Datasets zipped into one whose samples are dicts: `zip(image=MapDataset(...), label=MapDataset(...))`.
+
+        Objects belong together when `key` gives them the same name; by default that is the path below the listed
+        folder up to the first dot of the file name. Whatever has no partner is an error that names it. Order,
+        shuffling and error handling are those of the first dataset.
+        """
+        if len(datasets) < 2:
+            raise ConfigError("zip takes two or more datasets by name", fix="Write zip(image=..., label=...)")
+        sources: dict[str, Source] = {}
+        for name, dataset in datasets.items():
+            if not isinstance(dataset, cls) or len(dataset.samples.sources) != 1:
+                raise ConfigError(f"zip: {name!r} is not a plain {cls.__name__}", fix=f"Give {cls.__name__}s of one URI")
+            sources[name] = next(iter(dataset.samples.sources.values()))
+        first: Any = next(iter(datasets.values()))
+        return cls(Samples(sources, key), **first._order_arguments())
+
+    def _order_arguments(self) -> dict[str, Any]:
+        return {
+            "shuffle": self.shuffle,
+            "seed": self.seed,
+            "rank": self._rank,
+            "world_size": self._world_size,
+            "tail": self.tail,
+            "on_error": self.on_error,
+        }
+
+    @property
+    def manifest(self) -> Manifest:
+        """The listed objects (of the first source, when zipped)."""
+        return next(iter(self.samples.sources.values())).manifest
+
+    def keys(self, index: int) -> dict[str, str]:
+        """URIs of the objects of sample `index` by source name ("" when not zipped)."""
+        return {n: self.samples.sources[n].store.uri(e.key) for n, e in self.samples.entries(index).items()}
+
+    # -- order ---------------------------------------------------------------------------------------------------
+
+    def rank_and_world_size(self) -> tuple[int, int]:
+        """As given, else as torch.distributed says, else one rank."""
+        if self._rank is not None and self._world_size is not None:
+            return self._rank, self._world_size
+        if torch.distributed.is_available() and torch.distributed.is_initialized():
+            return torch.distributed.get_rank(), torch.distributed.get_world_size()
+        return 0, 1
+
+    @property
+    def epoch(self) -> int:
+        """The epoch that iteration is in or starts with."""
+        return self._tally.epoch
+
+    def set_epoch(self, epoch: int) -> None:
+        """Start the next iteration at the beginning of `epoch`: another shuffle. `voxlane.DataLoader` does it itself."""
+        self._tally.start(epoch, 0)
+
+    def rank_indices(self) -> Positions:
+        """The samples this rank still has to take in this epoch, in order."""
+        rank, world_size = self.rank_and_world_size()
+        samples = len(self.samples)
+        order = epoch_order(samples, seed=self.seed, epoch=self._tally.epoch, shuffle=self.shuffle)
+        return order[rank_share(samples, self._tally.consumed, rank, world_size, self.tail)]
+
+    def rank_length(self) -> int:
+        """How many samples `rank_indices` gives."""
+        rank, world_size = self.rank_and_world_size()
+        return rank_share_size(len(self.samples), self._tally.consumed, rank, world_size, self.tail)
+
+    def state_after(self, taken: int) -> dict[str, Any]:
+        """The state once every rank has taken `taken` samples of this iteration."""
+        _, world_size = self.rank_and_world_size()
+        samples = len(self.samples)
+        return State(
+            seed=self.seed,
+            epoch=self._tally.epoch,
+            consumed=min(samples, self._tally.consumed + taken * world_size),
+            shuffle=self.shuffle,
+            samples=samples,
+            fingerprint=self.samples.fingerprint,
+        ).to_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue where `state` was taken: the next iteration gives exactly the remaining samples of its epoch."""
+        loaded = State.from_dict(state)
+        if (loaded.samples, loaded.fingerprint) != (len(self.samples), self.samples.fingerprint):
+            raise StateError(
+                f"the state was taken over {loaded.samples} samples ({loaded.fingerprint}), this dataset has "
+                f"{len(self.samples)} ({self.samples.fingerprint})",
+                uri=next(iter(self.samples.sources.values())).uri,
+                fix="Resume over the manifest of the first run (Manifest.save / Manifest.load)",
+            )
+        self.seed, self.shuffle = loaded.seed, loaded.shuffle
+        self._tally.start(loaded.epoch, loaded.consumed)
+
+    # -- counts --------------------------------------------------------------------------------------------------
+
+    @property
+    def skipped(self) -> int:
+        """Samples left out because they failed, in all processes."""
+        return self._tally.skipped
+
+    def traffic(self) -> Traffic:
+        """Requests, bytes and retries so far, DataLoader workers included."""
+        return self._tally.traffic()
+
+    def skips(self, error: VoxlaneError) -> bool:
+        """Whether a failed sample is to be left out; if so, counts and logs it."""
+        if self.on_error != "skip" or not isinstance(error, _SKIPPABLE):
+            return False
+        self._tally.add_skipped()
+        _log.warning("skipped: %s", error)
+        return True

@@ -1,0 +1,119 @@
+"""`IterableDataset`: a bucket as a stream."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from typing import Any
+
+import torch.utils.data
+
+from voxlane.dataset.base import BucketDataset, Skipped
+from voxlane.dataset.order import worker_share
+from voxlane.dataset.samples import PendingSample
+from voxlane.errors import ConfigError, StateError, VoxlaneError
+
+
+class IterableDataset(BucketDataset, torch.utils.data.IterableDataset[Any]):
+    """The objects under a URI (or of a manifest) as a stream, read ahead concurrently, in order.
+
+    Takes what `MapDataset` takes, and
+    read_ahead_bytes: how much may be on its way or waiting, per process; one sample always may, whatever its size.
+        A worker therefore holds at most this plus one sample.
+
+    Shards over ranks and DataLoader workers by itself: each sample comes once in all.
+    """
+
+    def __init__(self, source: Any, *, read_ahead_bytes: int = 256 << 20, **arguments: Any) -> None:
+        if read_ahead_bytes < 1:
+            raise ConfigError(f"read_ahead_bytes={read_ahead_bytes}", fix="Give 1 or more")
+        super().__init__(source, **arguments)
+        self.read_ahead_bytes = read_ahead_bytes
+        self.block = 1
+        """Samples a worker takes at a turn; `voxlane.DataLoader` sets it to the batch size."""
+        self._taken = 0
+        self._skip = 0
+
+    def _order_arguments(self) -> dict[str, Any]:
+        return {**super()._order_arguments(), "read_ahead_bytes": self.read_ahead_bytes}
+
+    def __len__(self) -> int:
+        """Samples this rank still gives in this epoch."""
+        return self.rank_length()
+
+    def __iter__(self) -> Iterator[Any]:
+        indices = self.rank_indices()
+        worker = torch.utils.data.get_worker_info()
+        if worker is not None:
+            indices = worker_share(indices, worker.id, worker.num_workers, self.block)
+        self._taken, self._skip = self._skip, 0
+        return self._stream(indices[self._taken :].tolist())
+
+    def _stream(self, indices: list[int]) -> Iterator[Any]:
+        groups = iter(self.samples.group_sizes(indices)) if indices else iter(())
+        window: deque[PendingSample] = deque()
+        next_index = 0
+        window_bytes = 0
+        most_samples = 4 * max(s.store.config.max_concurrency for s in self.samples.sources.values())
+        try:
+            while True:
+                # An empty window always takes one group, so that a sample larger than the bound still comes.
+                while next_index < len(indices) and (
+                    not window or (window_bytes < self.read_ahead_bytes and len(window) < most_samples)
+                ):
+                    if window and window_bytes + self._size(indices[next_index]) > self.read_ahead_bytes:
+                        break
+                    count = next(groups)
+                    submitted = self.samples.submit(indices[next_index : next_index + count])
+                    next_index += count
+                    window_bytes += sum(s.size for s in submitted)
+                    window.extend(submitted)
+                if not window:
+                    return
+                sample = window.popleft()
+                window_bytes -= sample.size
+                self._taken += 1
+                try:
+                    value = sample.result()
+                except VoxlaneError as error:
+                    if not self.skips(error):
+                        raise
+                    if not self.keep_place:
+                        continue
+                    value = Skipped()
+                yield value
+        finally:
+            for sample in window:
+                sample.cancel()
+
+    def _size(self, index: int) -> int:
+        return sum(e.size for e in self.samples.entries(index).values())
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where this stream stands, after the last sample it yielded.
+
+        In the main process the state resumes on any number of ranks, given that all took equally many samples. In a
+        DataLoader worker (torchdata's StatefulDataLoader asks there) it resumes the same worker of as many; use
+        `voxlane.DataLoader` for a state that does not depend on workers.
+        """
+        worker = torch.utils.data.get_worker_info()
+        if worker is None:
+            return self.state_after(self._taken)
+        place = {"id": worker.id, "num_workers": worker.num_workers, "block": self.block, "taken": self._taken}
+        return {**self.state_after(0), "worker": place}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue where `state_dict` was taken: exactly the remaining samples of its epoch follow."""
+        state = dict(state)
+        place = state.pop("worker", None)
+        super().load_state_dict(state)
+        self._skip = 0
+        if place is not None:
+            worker = torch.utils.data.get_worker_info()
+            here = worker and {"id": worker.id, "num_workers": worker.num_workers, "block": self.block}
+            if here != {k: place[k] for k in ("id", "num_workers", "block")}:
+                raise StateError(
+                    f"the state of worker {place['id']} of {place['num_workers']} was loaded elsewhere",
+                    fix="Keep the number of workers, or use voxlane.DataLoader, whose state fits any number",
+                )
+            self._skip = int(place["taken"])

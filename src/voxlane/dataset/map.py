@@ -1,0 +1,83 @@
+"""`MapDataset`: a bucket with random access."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch.utils.data
+
+from voxlane.dataset.base import BucketDataset, Skipped
+from voxlane.errors import VoxlaneError
+
+
+class MapDataset(BucketDataset, torch.utils.data.Dataset[Any]):
+    """The objects under a URI (or of a manifest) as a map-style dataset: `len(ds)`, `ds[i]`, `DataLoader(ds)`.
+
+    source: `gs://`, `s3://`, `az://`, `file://` URI or path, a plain string prefix; or a `Manifest`.
+    decode: from an object's bytes to the sample; default: the bytes.
+    match: shell pattern(s) for keys, such as "*.nii.gz".
+    config: endpoint, credentials, timeouts, retries, concurrency (`StoreConfig`).
+    cache, cache_bytes: a local folder that keeps objects, and its bound.
+    compose: GCS only: join small objects on the server ("on", "off", or "auto", which follows our measurements).
+    shuffle, seed: the order in which `voxlane.DataLoader` or `sampler()` take samples, new each epoch.
+    rank, world_size: default: torch.distributed's, if initialised.
+    tail: what happens to samples that ranks do not divide evenly: "keep", "drop" or "repeat".
+    on_error: "raise", or "skip": batches leave out samples that failed, counted in `skipped` and logged.
+
+    Nothing is read before the first use; then the bucket is listed once, and the listing pins versions: an object
+    that changes later raises `ChangedError`. A batch is fetched concurrently.
+    """
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def __getitem__(self, index: int) -> Any:
+        samples = len(self.samples)
+        if not -samples <= index < samples:
+            raise IndexError(f"index {index} in a dataset of {samples} samples")
+        return self.samples.submit([index % samples])[0].result()
+
+    def __getitems__(self, indices: Sequence[int]) -> list[Any]:
+        """A whole batch, fetched concurrently; what DataLoader calls."""
+        pending = self.samples.submit(indices)
+        batch: list[Any] = []
+        try:
+            for sample in pending:
+                try:
+                    batch.append(sample.result())
+                except VoxlaneError as error:
+                    if not self.skips(error):
+                        raise
+                    if self.keep_place:
+                        batch.append(Skipped())
+        except BaseException:
+            for sample in pending:
+                sample.cancel()
+            raise
+        return batch
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the epoch stands. Taken from `voxlane.DataLoader` instead, it also knows what the loader gave out."""
+        return self.state_after(0)
+
+    def sampler(self) -> Sampler:
+        """A sampler of this rank's samples, for a plain torch DataLoader: `DataLoader(ds, sampler=ds.sampler())`."""
+        return Sampler(self)
+
+
+class Sampler(torch.utils.data.Sampler[int]):
+    """This rank's samples of a MapDataset in the epoch's order; `set_epoch` as on DistributedSampler."""
+
+    def __init__(self, dataset: MapDataset) -> None:
+        self._dataset = dataset
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._dataset.rank_indices().tolist())
+
+    def __len__(self) -> int:
+        return self._dataset.rank_length()
+
+    def set_epoch(self, epoch: int) -> None:
+        """Another shuffle."""
+        self._dataset.set_epoch(epoch)

@@ -1,0 +1,116 @@
+"""Every error voxlane raises, in one tree.
+
+    VoxlaneError
+    ├── ConfigError               a wrong argument, config field or URI (also a ValueError)
+    ├── MissingExtraError         an optional dependency is not installed (also an ImportError)
+    ├── StoreError                a bucket said no
+    │   ├── NotFoundError         the object does not exist (also a FileNotFoundError)
+    │   │   └── BucketNotFoundError
+    │   ├── PermissionDeniedError these credentials may not do this (also a PermissionError)
+    │   ├── CredentialsError      no credentials, or none the service accepts
+    │   ├── AlreadyExistsError    create-only write to a key that exists (also a FileExistsError)
+    │   ├── ChangedError          the object is not the version that was asked for
+    │   ├── RangeError            a byte range outside the object
+    │   ├── UnsupportedError      this service has no such operation
+    │   └── UnavailableError      still failing when the retry deadline passed
+    ├── DatasetError
+    │   ├── EmptyError            nothing matched
+    │   ├── DecodeError           the user's decode raised on one object
+    │   ├── PairError             zipped datasets do not line up
+    │   └── StateError            a saved state belongs to another dataset
+    └── CacheError                the local disk cache cannot be used
+
+Every class can be built from one string, because a DataLoader worker's exception is rebuilt in the parent
+from its type and its text.
+"""
+
+from __future__ import annotations
+
+
+class VoxlaneError(Exception):
+    """Something failed; `uri` names the thing (may be empty) and `fix` says what to do next (may be empty)."""
+
+    def __init__(self, message: str, *, uri: str = "", fix: str = "") -> None:
+        text = f"{uri}: {message}" if uri else message
+        if fix:
+            text = f"{text.rstrip('.')}. {fix}"
+        super().__init__(text)
+        self.uri = uri
+        self.fix = fix
+
+
+class ConfigError(VoxlaneError, ValueError):
+    """A wrong argument, config field or URI."""
+
+
+class MissingExtraError(VoxlaneError, ImportError):
+    """An optional dependency is not installed."""
+
+    @classmethod
+    def of(cls, extra: str, needed_for: str) -> MissingExtraError:
+        """The error for `needed_for` when the packages of `extra` are missing."""
+        return cls(f"{needed_for} needs packages that are not installed", fix=f"Run: pip install 'voxlane[{extra}]'")
+
+
+class StoreError(VoxlaneError):
+    """A bucket said no."""
+
+
+class NotFoundError(StoreError, FileNotFoundError):
+    """The object does not exist."""
+
+
+class BucketNotFoundError(NotFoundError):
+    """The bucket does not exist."""
+
+
+class PermissionDeniedError(StoreError, PermissionError):
+    """These credentials may not do this."""
+
+
+class CredentialsError(StoreError):
+    """No credentials were found, or the service did not accept them."""
+
+
+class AlreadyExistsError(StoreError, FileExistsError):
+    """A create-only write met a key that exists."""
+
+
+class ChangedError(StoreError):
+    """The object is not the version that was asked for."""
+
+
+class RangeError(StoreError):
+    """A byte range lies outside the object."""
+
+
+class UnsupportedError(StoreError):
+    """This service has no such operation."""
+
+
+class UnavailableError(StoreError):
+    """The service was still failing when the retry deadline passed."""
+
+
+class DatasetError(VoxlaneError):
+    """A dataset cannot give what was asked of it."""
+
+
+class EmptyError(DatasetError):
+    """Nothing matched."""
+
+
+class DecodeError(DatasetError):
+    """The user's decode raised on one object."""
+
+
+class PairError(DatasetError):
+    """Zipped datasets do not line up by key."""
+
+
+class StateError(DatasetError):
+    """A saved state belongs to another dataset."""
+
+
+class CacheError(VoxlaneError):
+    """The local disk cache cannot be used."""

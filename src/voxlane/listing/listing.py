@@ -1,0 +1,138 @@
+"""`list_objects`: every object under a URI, each once, in key order."""
+
+from __future__ import annotations
+
+import os.path
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from voxlane import uri as uris
+from voxlane.listing.manifest import SCHEMA, Manifest
+from voxlane.listing.parallel import OutOfOrder, Pages, ParallelLister, as_batch
+from voxlane.store import Store, StoreConfig
+
+_LISTS_FROM_A_KEY = ("s3", "gs")
+"""Services that can start a listing at any key and list in order. The others are listed sequentially."""
+
+
+def list_objects(
+    uri: str,
+    *,
+    match: str | Sequence[str] | None = None,
+    config: StoreConfig | None = None,
+    concurrency: int = 32,
+    progress: bool | None = None,
+    store: Store | None = None,
+    pages: Callable[[str | None], Iterator[Any]] | None = None,
+) -> Manifest:
+    """List every object whose key starts with the key of `uri`, a plain string prefix (`gs://b/foo/a` finds
+    `foo/a1`).
+
+    match: shell patterns; only keys that fit one are kept.
+    concurrency: list requests in flight, at most; 1 lists sequentially.
+    progress: a bar on stderr; by default when stderr is a terminal.
+    pages: another source of pages (see `voxlane.listing.parallel.Pages`), for services with more than one listing.
+    """
+    parsed = uris.parse(uri)
+    store = store or Store(uri, config)
+    prefix = parsed.key
+    if parsed.scheme == "file" and prefix and not prefix.endswith("/") and _is_folder(prefix):
+        prefix += "/"  # a folder's name alone means the folder, as everywhere on a file system
+    folder = prefix[: prefix.rfind("/") + 1]
+    source: Pages = pages or (lambda start: map(as_batch, store.list_pages(folder, start)))
+    with _Bar(uri, progress) as bar:
+        batches: list[Any] | None = None
+        if parsed.scheme in _LISTS_FROM_A_KEY and concurrency > 1:
+            try:
+                batches = ParallelLister(source, prefix, workers=concurrency, on_keys=bar.add).run()
+            except OutOfOrder:
+                bar.restart()
+        if batches is None:
+            batches = list(_sequential(source, prefix, bar.add))
+    table = pa.Table.from_batches(batches, schema=SCHEMA) if batches else SCHEMA.empty_table()
+    return Manifest(str(parsed), _without_folder_markers(_sorted(table))).match(match)
+
+
+def _sequential(source: Pages, prefix: str, on_keys: Callable[[int], None]) -> Iterator[Any]:
+    for page in source(None):
+        kept = page.filter(pc.starts_with(page.column("key"), prefix)) if prefix else page
+        if kept.num_rows:
+            on_keys(kept.num_rows)
+            yield kept
+
+
+def _sorted(table: Any) -> Any:
+    keys = table["key"].combine_chunks()
+    if len(keys) < 2 or pc.all(pc.less(keys.slice(0, len(keys) - 1), keys.slice(1))).as_py():
+        return table
+    return table.sort_by("key")
+
+
+def _without_folder_markers(table: Any) -> Any:
+    """Drop the empty objects that consoles make for a folder. The engine names the marker `a/` as `a`, which cannot
+    be read; it is told by its zero size and by keys below it."""
+    empty = pc.equal(table["size"], 0)
+    if not pc.any(empty).as_py():
+        return table
+    keys = table["key"].combine_chunks()
+    markers: list[int] = []
+    for row in pc.indices_nonzero(empty).to_pylist():
+        below = keys[row].as_py() + "/"
+        after = keys.slice(row + 1)
+        # Keys between `a` and `a/` start with `a` and a character below the slash; search past them.
+        place = _first_at_least(after, below)
+        if place < len(after) and after[place].as_py().startswith(below):
+            markers.append(row)
+    if not markers:
+        return table
+    keep = pc.invert(pc.is_in(pa.array(range(table.num_rows)), pa.array(markers)))
+    return table.filter(keep)
+
+
+def _first_at_least(keys: Any, wanted: str) -> int:
+    low, high = 0, len(keys)
+    while low < high:
+        middle = (low + high) // 2
+        if keys[middle].as_py() < wanted:
+            low = middle + 1
+        else:
+            high = middle
+    return low
+
+
+def _is_folder(key: str) -> bool:
+    return os.path.isdir("/" + key)
+
+
+class _Bar:
+    """A progress bar, or nothing."""
+
+    def __init__(self, uri: str, wanted: bool | None) -> None:
+        self._uri = uri
+        self._shown = sys.stderr.isatty() if wanted is None else wanted
+        self._bar: Any = None
+
+    def __enter__(self) -> _Bar:
+        if self._shown:
+            from tqdm import tqdm
+
+            self._bar = tqdm(desc=f"listing {self._uri}", unit=" objects", unit_scale=True, delay=0.5)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._bar is not None:
+            self._bar.close()
+
+    def add(self, keys: int) -> None:
+        """Count listed keys."""
+        if self._bar is not None:
+            self._bar.update(keys)
+
+    def restart(self) -> None:
+        """Start counting again."""
+        if self._bar is not None:
+            self._bar.reset()

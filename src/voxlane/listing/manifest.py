@@ -1,0 +1,177 @@
+"""What a bucket held when it was listed: keys, sizes and versions, as one table that can be saved and shared."""
+
+from __future__ import annotations
+
+import fnmatch
+import hashlib
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from voxlane import uri as uris
+from voxlane.errors import ConfigError
+from voxlane.store import Store, StoreConfig
+
+SCHEMA = pa.schema(
+    [
+        ("key", pa.large_string()),
+        ("size", pa.int64()),
+        ("etag", pa.large_string()),
+        ("version", pa.large_string()),
+    ]
+)
+_FORMAT = b"voxlane-manifest-1"
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One listed object."""
+
+    key: str
+    """Whole path inside the bucket."""
+    size: int
+    """Bytes."""
+    etag: str | None
+    version: str | None
+
+
+class Manifest:
+    """The objects of a listing, in key order. Immutable; behaves as a sequence of `Entry`."""
+
+    def __init__(self, uri: str, table: Any) -> None:
+        self.uri = uri
+        """The URI that was listed; keys are whole paths inside its bucket."""
+        self.table = table
+        """A pyarrow table: key, size, etag, version."""
+
+    @property
+    def root(self) -> str:
+        """The bucket's URI, ending in a slash."""
+        return uris.parse(self.uri).root
+
+    def __len__(self) -> int:
+        return int(self.table.num_rows)
+
+    def __getitem__(self, index: int) -> Entry:
+        if not -len(self) <= index < len(self):
+            raise IndexError(f"index {index} in a manifest of {len(self)} objects")
+        row = index % len(self)
+        column = self._columns
+        return Entry(
+            column[0][row].as_py(), int(self.sizes[row]), column[1][row].as_py(), column[2][row].as_py()
+        )
+
+    def __iter__(self) -> Iterator[Entry]:
+        return (self[i] for i in range(len(self)))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Manifest) and self.uri == other.uri and bool(self.table.equals(other.table))
+
+    def __repr__(self) -> str:
+        return f"Manifest({self.uri!r}, {len(self):,} objects, {self.total_bytes:,} bytes)"
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"uri": self.uri, "table": self.table}
+
+    @cached_property
+    def _columns(self) -> tuple[Any, Any, Any]:
+        # One contiguous array a column: indexing a chunked one searches its chunks every time.
+        table = self.table.combine_chunks()
+        return tuple(
+            table[name].chunk(0) if table.num_rows else pa.array([], pa.large_string())
+            for name in ("key", "etag", "version")
+        )
+
+    @cached_property
+    def sizes(self) -> npt.NDArray[np.int64]:
+        """Bytes of each object."""
+        return np.asarray(self.table["size"].to_numpy())
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of all objects."""
+        return int(self.sizes.sum())
+
+    def keys(self) -> list[str]:
+        """All keys."""
+        return [str(k) for k in self.table["key"].to_pylist()]
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """A short hash of the keys and sizes, in order: listings with the same one name the same samples."""
+        digest = hashlib.sha256()
+        for name in ("key", "size"):
+            column = self.table[name].combine_chunks()
+            digest.update(_bytes_of(column))
+        return digest.hexdigest()[:16]
+
+    def take(self, rows: Sequence[int] | npt.NDArray[np.int64]) -> Manifest:
+        """The entries at `rows`, in that order."""
+        return Manifest(self.uri, self.table.take(pa.array(rows, pa.int64())))
+
+    def match(self, patterns: str | Sequence[str] | None) -> Manifest:
+        """The entries whose key fits one of the shell patterns (`*.nii.gz`, `*/labels/*`); `*` crosses slashes."""
+        if patterns is None:
+            return self
+        wanted = [patterns] if isinstance(patterns, str) else list(patterns)
+        if not wanted:
+            raise ConfigError("match: an empty list of patterns selects nothing", fix="Leave it out to keep all objects")
+        keep = None
+        for pattern in wanted:
+            mask = self._mask(pattern)
+            keep = mask if keep is None else pc.or_(keep, mask)
+        return Manifest(self.uri, self.table.filter(keep))
+
+    def _mask(self, pattern: str) -> Any:
+        suffix = pattern[1:]
+        if pattern.startswith("*") and not re.search(r"[*?\[]", suffix):
+            return pc.ends_with(self.table["key"], suffix)
+        fits = re.compile(fnmatch.translate(pattern)).match
+        folder = len(uris.parse(self.uri).key.rpartition("/")[0])
+        folder += folder > 0  # patterns see the part of the key below the folder that was listed, and the whole key
+        return pa.array([bool(fits(k) or fits(k[folder:])) for k in self.table["key"].to_pylist()], pa.bool_())
+
+    def save(self, uri: str, config: StoreConfig | None = None) -> None:
+        """Write as Parquet to any URI or path, atomically."""
+        sink = pa.BufferOutputStream()
+        metadata = {b"voxlane.format": _FORMAT, b"voxlane.uri": self.uri.encode()}
+        pq.write_table(self.table.replace_schema_metadata(metadata), sink, compression="zstd")
+        with Store(uri, config).open_writer(uris.parse(uri).key) as writer:
+            writer.write(memoryview(sink.getvalue()))
+
+    @classmethod
+    def load(cls, uri: str, config: StoreConfig | None = None) -> Manifest:
+        """Read what `save` wrote."""
+        body = Store(uri, config).get(uris.parse(uri).key)
+        try:
+            table = pq.read_table(pa.BufferReader(pa.py_buffer(body)))
+        except pa.ArrowInvalid:
+            raise ConfigError("not a manifest (Parquet)", uri=uri, fix="Make one: voxlane ls URI --save FILE") from None
+        metadata = table.schema.metadata or {}
+        if metadata.get(b"voxlane.format") != _FORMAT:
+            raise ConfigError("a Parquet file, but not a manifest", uri=uri, fix="Make one: voxlane ls URI --save FILE")
+        return cls(metadata[b"voxlane.uri"].decode(), table.replace_schema_metadata(None))
+
+    @classmethod
+    def of(cls, uri: str, entries: Sequence[Entry]) -> Manifest:
+        """A manifest of given entries; they are put in key order."""
+        ordered = sorted(entries, key=lambda e: e.key)
+        columns = [[getattr(e, name) for e in ordered] for name in SCHEMA.names]
+        return cls(uri, pa.table(dict(zip(SCHEMA.names, columns, strict=True)), schema=SCHEMA))
+
+
+def _bytes_of(column: Any) -> bytes:
+    """A column's content as bytes, whatever its chunks and offsets were."""
+    batch = pa.record_batch([column], names=["c"])
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_stream(sink, batch.schema) as stream:
+        stream.write_batch(batch)
+    return bytes(sink.getvalue())

@@ -1,0 +1,302 @@
+"""One bucket: get, ranges, put, list, head, copy, delete, with retries, counting and our own errors."""
+
+from __future__ import annotations
+
+import os
+import random
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from voxlane import uri as uris
+from voxlane.errors import ChangedError, ConfigError, NotFoundError, StoreError, VoxlaneError
+from voxlane.store.config import StoreConfig
+from voxlane.store.counters import Counters
+from voxlane.store.credentials import open_native
+from voxlane.store.ranges import Span, coalesce
+from voxlane.store.translate import Transient, is_foreign, translate
+from voxlane.store.writer import Writer
+
+_T = TypeVar("_T")
+LIST_PAGE_KEYS = 1000
+"""Keys a list request returns at most on S3 and GCS; also how listed keys are counted as requests."""
+
+
+@dataclass(frozen=True)
+class ObjectInfo:
+    """What the store says of one object."""
+
+    key: str
+    size: int
+    """Bytes."""
+    etag: str | None
+    """Changes whenever the content does."""
+    version: str | None
+    """Generation or version id, where the service has them."""
+
+
+class Store:
+    """One bucket. Cheap to build and to pickle: it opens no connection before the first request, and opens its own
+    in every process, forked ones included. Safe to use from many threads.
+
+    Keys are whole paths inside the bucket; prefixes are plain string prefixes (`foo/a` finds `foo/a1`).
+    """
+
+    def __init__(self, uri: str, config: StoreConfig | None = None) -> None:
+        parsed = uris.parse(uri)
+        self.root = parsed.root
+        """The bucket's URI, ending in a slash."""
+        self.config = config or StoreConfig()
+        self.counters = Counters()
+        """Requests, bytes and retries of this object in this process."""
+        self._bucket = uris.Uri(parsed.scheme, parsed.bucket, "")
+        self._reset()
+
+    def _reset(self) -> None:
+        self._pid = -1
+        self._native: Any = None
+        self._pool: ThreadPoolExecutor | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        if self.scheme == "memory":
+            raise ConfigError(
+                "an in-memory store cannot leave its process", uri=self.root, fix="Use file:// or the emulator"
+            )
+        return {"root": self.root, "config": self.config}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        Store.__init__(self, state["root"], state["config"])
+
+    def __repr__(self) -> str:
+        return f"Store({self.root!r})"
+
+    @property
+    def scheme(self) -> str:
+        """gs, s3, az, file or memory."""
+        return self._bucket.scheme
+
+    def uri(self, key: str) -> str:
+        """The URI of `key` in this bucket."""
+        return self.root + key
+
+    # -- reading -------------------------------------------------------------------------------------------------
+
+    def get(self, key: str, start: int = 0, stop: int | None = None, *, etag: str | None = None) -> Any:
+        """The bytes `[start, stop)` of an object (to its end when `stop` is None), as a read-only buffer.
+
+        With `etag`, an object that is not that version raises ChangedError before its body is read.
+        """
+        uri = self.uri(key)
+        if stop is not None and stop <= start:
+            return b""
+        options: dict[str, Any] = {}
+        if stop is not None:
+            options["range"] = (start, stop)
+        elif start:
+            options["range"] = {"offset": start}
+
+        def attempt() -> Any:
+            response = self.native.get(key, options=options or None)
+            self._check_version(response.meta, etag, uri)
+            body = response.bytes()
+            first, last = response.range
+            if len(body) != last - first:
+                raise Transient(f"got {len(body)} of {last - first} bytes", uri)
+            return body
+
+        body = self.call("get", uri, attempt)
+        self.counters.add("get", requests=0, bytes_read=len(body))
+        return body
+
+    def get_ranges(
+        self, key: str, spans: Sequence[tuple[int, int]], *, etag: str | None = None, max_gap_bytes: int = 64 * 1024
+    ) -> list[memoryview]:
+        """Many ranges `[start, stop)` of one object, fetched concurrently, returned in the order asked.
+
+        Ranges closer than `max_gap_bytes` share a request; what lies between them is read and dropped.
+        """
+        plan = coalesce([Span(a, b) for a, b in spans], max_gap_bytes=max_gap_bytes)
+        futures = [self.submit(self.get, key, g.start, g.stop, etag=etag) for g in plan.groups]
+        bodies = [memoryview(f.result()) for f in futures]
+        return [bodies[g][start : start + span.size] for span, (g, start) in zip(plan.spans, plan.places, strict=True)]
+
+    def head(self, key: str) -> ObjectInfo:
+        """Size and version of one object."""
+        meta = self.call("head", self.uri(key), lambda: self.native.head(key))
+        return ObjectInfo(key, meta["size"], meta["e_tag"], meta["version"])
+
+    def exists(self, key: str) -> bool:
+        """Whether there is an object at `key`."""
+        try:
+            self.head(key)
+        except NotFoundError as error:
+            if type(error) is NotFoundError:
+                return False
+            raise
+        return True
+
+    def list_pages(self, folder: str, start_after: str | None = None) -> Iterator[Any]:
+        """Arrow record batches (path, last_modified, size, e_tag, version) of the objects below `folder`, which is
+        empty or ends in a slash, after key `start_after`, in the service's order.
+
+        This is the service's own listing; `voxlane.listing` builds plain prefixes and parallel listing on it.
+        """
+        uri = self.uri(folder)
+        seen = start_after
+        pages: Iterator[Any] | None = None
+
+        def next_page() -> Any:
+            nonlocal pages
+            if pages is None:
+                pages = iter(
+                    self.native.list(
+                        folder.rstrip("/") or None, offset=seen, chunk_size=LIST_PAGE_KEYS, return_arrow=True
+                    )
+                )
+            try:
+                return next(pages, None)
+            except BaseException:
+                pages = None  # a stream that failed is dead: the next attempt starts after the last key seen
+                raise
+
+        while (page := self.call("list", uri, next_page)) is not None:
+            yield page
+            seen = page.column("path")[page.num_rows - 1].as_py()
+            if page.num_rows < LIST_PAGE_KEYS:
+                return
+        if seen != start_after:
+            self.counters.add("list", requests=-1)  # the end was known without asking again
+
+    # -- writing -------------------------------------------------------------------------------------------------
+
+    def put(self, key: str, data: Any, *, if_absent: bool = False, if_etag: str | None = None) -> ObjectInfo:
+        """Write one object in one request, atomically.
+
+        `if_absent` writes only a key that does not exist (AlreadyExistsError); `if_etag` only over that version
+        (ChangedError). A service without such preconditions raises UnsupportedError.
+        """
+        mode: Any = "overwrite"
+        if if_absent:
+            mode = "create"
+        elif if_etag is not None:
+            mode = {"e_tag": if_etag}
+            if self.scheme == "gs":
+                mode["version"] = self._generation(key, if_etag)
+        view = memoryview(data).cast("B")
+        result = self.call(
+            "put", self.uri(key), lambda: self.native.put(key, view, mode=mode, use_multipart=False)
+        )
+        self.counters.add("put", requests=0, bytes_written=view.nbytes)
+        return ObjectInfo(key, view.nbytes, result["e_tag"], result["version"])
+
+    def open_writer(self, key: str) -> Writer:
+        """A streaming writer for an object of any size: uploads parts of `config.part_bytes` while you write, in
+        bounded memory, and publishes only on `commit()` or a clean end of its `with` block."""
+        return Writer(self, key)
+
+    def _generation(self, key: str, etag: str) -> str | None:
+        """GCS conditions writes on generations: the one that `etag` names, if that is still the current object."""
+        info = self.head(key)
+        if info.etag != etag:
+            raise ChangedError("the object is not the expected version", uri=self.uri(key), fix="Read it again")
+        return info.version
+
+    def copy(self, source: str, target: str, *, overwrite: bool = True) -> None:
+        """Copy inside the bucket, without the bytes passing here."""
+        self.call(
+            "copy", self.uri(source), lambda: self.native.copy(source, target, overwrite=overwrite)
+        )
+
+    def delete(self, keys: str | Iterable[str]) -> None:
+        """Delete objects; one that is gone already is no error."""
+        wanted = [keys] if isinstance(keys, str) else list(keys)
+        for future in [self.submit(self.delete_one, key) for key in wanted]:
+            future.result()
+
+    def delete_one(self, key: str) -> None:
+        """Delete one object, on the calling thread."""
+        try:
+            self.call("delete", self.uri(key), lambda: self.native.delete(key))
+        except NotFoundError as error:
+            if type(error) is not NotFoundError:
+                raise
+
+    def delete_prefix(self, prefix: str) -> int:
+        """Delete every object whose key starts with `prefix`, a plain string; returns how many there were."""
+        deleted = 0
+        folder = prefix[: prefix.rfind("/") + 1]
+        for page in self.list_pages(folder):
+            keys = [key for key in page.column("path").to_pylist() if key.startswith(prefix)]
+            self.delete(keys)
+            deleted += len(keys)
+        return deleted
+
+    # -- machinery -----------------------------------------------------------------------------------------------
+
+    @property
+    def native(self) -> Any:
+        """The engine's store of this process."""
+        self._enter_process()
+        if self._native is None:
+            try:
+                self._native = open_native(self._bucket, self.config)
+            except Exception as error:
+                if isinstance(error, VoxlaneError) or not is_foreign(error):
+                    raise
+                raise ConfigError(f"cannot open the bucket: {str(error).splitlines()[0]}", uri=self.root) from None
+        return self._native
+
+    def submit(self, call: Callable[..., _T], *args: Any, **kwargs: Any) -> Future[_T]:
+        """Run `call` on the store's own threads, of which there are `config.max_concurrency`. What runs there must
+        not wait for another submitted call."""
+        self._enter_process()
+        if self._pool is None:
+            self._pool = ThreadPoolExecutor(self.config.max_concurrency, thread_name_prefix="voxlane")
+        return self._pool.submit(call, *args, **kwargs)
+
+    def _enter_process(self) -> None:
+        """Forget what belongs to the parent when this is a forked child."""
+        if self._pid != (pid := os.getpid()):
+            _inherited.append((self._native, self._pool))
+            self._reset()
+            self._pid = pid
+
+    def _check_version(self, meta: Any, etag: str | None, uri: str) -> None:
+        if etag is not None and meta["e_tag"] is not None and meta["e_tag"] != etag:
+            raise ChangedError(
+                f"the object changed after it was listed (listed as {etag}, now {meta['e_tag']})",
+                uri=uri,
+                fix="List the bucket again, or restore the object",
+            )
+
+    def call(self, kind: str, uri: str, attempt: Callable[[], _T]) -> _T:
+        """Call `attempt` until it succeeds, fails for good, or the deadline passes; count every request."""
+        retry = self.config.retry
+        deadline = time.monotonic() + retry.deadline_s
+        delay_s = retry.initial_delay_s
+        attempts = 0
+        while True:
+            attempts += 1
+            self.counters.add(kind, retries=int(attempts > 1))
+            try:
+                return attempt()
+            except Transient as error:
+                failure = error
+            except Exception as error:
+                if isinstance(error, StoreError) or not is_foreign(error):
+                    raise
+                translated = translate(error, uri)
+                if isinstance(translated, StoreError):
+                    raise translated from None
+                failure = translated
+            pause_s = delay_s * random.uniform(0.5, 1.0)
+            if time.monotonic() + pause_s > deadline:
+                raise failure.final(attempts) from None
+            time.sleep(pause_s)
+            delay_s = min(delay_s * retry.multiplier, retry.max_delay_s)
+
+
+_inherited: list[Any] = []
+"""Engine objects of the parent process, kept for ever: their destructors would wait for threads that are gone."""

@@ -1,0 +1,91 @@
+"""What was asked of a bucket: requests, bytes and retries, by kind."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+KINDS = ("get", "put", "part", "list", "head", "copy", "delete", "compose")
+FIELDS = ("requests", "retries", "bytes_read", "bytes_written")
+
+# US list prices in dollars per 10,000 requests (class A / class B), the same order on GCS, S3 and Azure.
+_CLASS_A = frozenset({"put", "part", "list", "copy", "compose"})
+_CLASS_A_USD_PER_10K = 0.05
+_CLASS_B_USD_PER_10K = 0.004
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """A reading of the counters: `by_kind[kind][field]`."""
+
+    by_kind: dict[str, dict[str, int]]
+
+    def total(self, field: str) -> int:
+        """Sum of one field ("requests", "retries", "bytes_read", "bytes_written") over all kinds."""
+        return sum(kind[field] for kind in self.by_kind.values())
+
+    @property
+    def requests(self) -> int:
+        """HTTP requests sent, retries included."""
+        return self.total("requests")
+
+    @property
+    def retries(self) -> int:
+        """Requests sent again because an attempt failed."""
+        return self.total("retries")
+
+    @property
+    def bytes_read(self) -> int:
+        """Bytes of object data received: the egress."""
+        return self.total("bytes_read")
+
+    @property
+    def request_cost_usd(self) -> float:
+        """Request charges at list prices (0.05 and 0.004 USD per 10,000 class A and B operations); egress excluded."""
+        per_kind = (
+            k["requests"] * (_CLASS_A_USD_PER_10K if name in _CLASS_A else _CLASS_B_USD_PER_10K)
+            for name, k in self.by_kind.items()
+            if name != "delete"
+        )
+        return sum(per_kind) / 10_000
+
+    def __str__(self) -> str:
+        rows = [
+            f"{name}: {k['requests']:,} requests, {k['retries']:,} retries, "
+            f"{k['bytes_read']:,} B read, {k['bytes_written']:,} B written"
+            for name, k in self.by_kind.items()
+            if k["requests"]
+        ]
+        return "; ".join(rows) or "no requests"
+
+
+class Counters:
+    """Counts in an int64 array of len(KINDS) x len(FIELDS); the array may be memory shared between processes,
+    one row a process, so that what DataLoader workers read is counted too."""
+
+    def __init__(self, cells: npt.NDArray[np.int64] | None = None) -> None:
+        self._cells = np.zeros((len(KINDS), len(FIELDS)), np.int64) if cells is None else cells
+        self._lock = threading.Lock()
+
+    def add(
+        self, kind: str, *, requests: int = 1, retries: int = 0, bytes_read: int = 0, bytes_written: int = 0
+    ) -> None:
+        """Count one finished or failed request (and its body)."""
+        with self._lock:
+            self._cells[KINDS.index(kind)] += (requests, retries, bytes_read, bytes_written)
+
+    def read(self) -> Traffic:
+        """The counts so far."""
+        return traffic([self._cells])
+
+
+def traffic(tables: Iterable[npt.NDArray[np.int64]]) -> Traffic:
+    """The sum of several processes' tables."""
+    total = np.zeros((len(KINDS), len(FIELDS)), np.int64)
+    for table in tables:
+        total += table
+    return Traffic({k: dict(zip(FIELDS, map(int, row), strict=True)) for k, row in zip(KINDS, total, strict=True)})

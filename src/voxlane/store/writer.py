@@ -1,0 +1,189 @@
+"""Streaming upload of one object: parts go up while the caller still writes; nothing shows before `commit()`."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Iterator
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self
+
+from voxlane import uri as uris
+from voxlane.errors import StoreError
+from voxlane.store.credentials import open_native
+from voxlane.store.translate import Transient, is_foreign, translate
+
+if TYPE_CHECKING:
+    from voxlane.store.bucket import ObjectInfo, Store
+
+_PARTS_IN_FLIGHT = 8
+_MIN_PART_BYTES = 5 << 20
+"""S3 and GCS refuse smaller parts, the last one excepted."""
+
+
+class _Aborted(Exception):
+    """Raised inside the engine's upload to make it give up."""
+
+
+class _Upload:
+    """One multipart upload on a thread of its own. It knows nothing of its Writer, so that a Writer which is dropped
+    without a word is collected, and aborts."""
+
+    def __init__(self, store: Store, key: str, part_bytes: int) -> None:
+        self.store = store
+        self.key = key
+        self.part_bytes = part_bytes
+        self.outcome: Any = None
+        self.failure: Exception | None = None
+        self._parts: queue.Queue[bytes | None | _Aborted] = queue.Queue(maxsize=2)
+        self._thread = threading.Thread(target=self._run, name="voxlane-upload", daemon=True)
+        self._thread.start()
+
+    def send(self, part: bytes | None | _Aborted) -> None:
+        """Hand over a part, or the end (None), or the order to give up. Waits for room; raises if the upload failed."""
+        while self.failure is None:
+            try:
+                self._parts.put(part, timeout=0.1)
+                return
+            except queue.Full:
+                continue
+        if not isinstance(part, _Aborted):
+            self.join()
+
+    def join(self) -> None:
+        """Wait for the upload to end; raises if it failed."""
+        self._thread.join()
+        error = self.failure
+        if error is None:
+            return
+        if isinstance(error, StoreError) or not is_foreign(error):
+            raise error
+        translated = translate(error, self.store.uri(self.key))
+        raise (translated.final(1) if isinstance(translated, Transient) else translated) from None
+
+    def give_up(self) -> None:
+        """Tell the service to drop the parts."""
+        self.send(_Aborted())
+        self._thread.join()
+
+    def _run(self) -> None:
+        try:
+            native = open_native(uris.parse(self.store.root), self.store.config, engine_retries=True)
+            self.outcome = native.put(
+                self.key,
+                self._chunks(),
+                use_multipart=True,
+                chunk_size=self.part_bytes,
+                max_concurrency=_PARTS_IN_FLIGHT,
+            )
+        except Exception as error:  # noqa: BLE001 - a thread's boundary: kept, and raised by the next write or commit
+            self.failure = error
+
+    def _chunks(self) -> Iterator[bytes]:
+        while True:
+            part = self._parts.get()
+            if part is None:
+                return
+            if isinstance(part, _Aborted):
+                raise part
+            self.store.counters.add("part", bytes_written=len(part))
+            yield part
+
+
+class Writer:
+    """A file-like, write-only object. It holds at most about twelve parts in memory, whatever the object's size.
+
+    Publishing is explicit: `commit()`, or leaving a `with` block without an exception. `close()`, an exception,
+    garbage collection and a killed process publish nothing. After `abort()` the service drops the parts; parts of
+    a killed process stay hidden until the bucket's lifecycle rule for incomplete uploads removes them.
+    """
+
+    def __init__(self, store: Store, key: str) -> None:
+        self._store = store
+        self._key = key
+        self._part_bytes = max(store.config.part_bytes, _MIN_PART_BYTES)
+        self._buffer = bytearray()
+        self._upload: _Upload | None = None
+        self._size = 0
+        self._done = False
+
+    @property
+    def closed(self) -> bool:
+        """Whether it was committed or aborted."""
+        return self._done
+
+    def writable(self) -> bool:
+        """True until committed or aborted."""
+        return not self._done
+
+    def tell(self) -> int:
+        """Bytes written so far."""
+        return self._size
+
+    def flush(self) -> None:
+        """Nothing to do: parts are sent when they are full."""
+
+    def write(self, data: Any) -> int:
+        """Append `data` (any contiguous buffer); returns its length in bytes. Waits while enough is in flight."""
+        self._check_open()
+        view = memoryview(data).cast("B")
+        self._size += view.nbytes
+        position = 0
+        while position < view.nbytes:
+            taken = min(self._part_bytes - len(self._buffer), view.nbytes - position)
+            self._buffer += view[position : position + taken]
+            position += taken
+            if len(self._buffer) == self._part_bytes:
+                if self._upload is None:
+                    self._upload = _Upload(self._store, self._key, self._part_bytes)
+                self._upload.send(bytes(self._buffer))
+                self._buffer.clear()
+        return view.nbytes
+
+    def commit(self) -> ObjectInfo:
+        """Finish the upload; when this returns the object is there, whole."""
+        from voxlane.store.bucket import ObjectInfo  # the two modules know each other
+
+        self._check_open()
+        self._done = True
+        if self._upload is None:  # all of it fits one request
+            return self._store.put(self._key, self._buffer)
+        if self._buffer:
+            self._upload.send(bytes(self._buffer))
+        self._upload.send(None)
+        self._upload.join()
+        self._store.counters.add("part", requests=2)  # initiate and complete
+        outcome = self._upload.outcome
+        return ObjectInfo(self._key, self._size, outcome["e_tag"], outcome["version"])
+
+    def abort(self) -> None:
+        """Give up: nothing is published, and the service is told to drop the parts. No effect after `commit()`."""
+        if self._done:
+            return
+        self._done = True
+        self._buffer.clear()
+        if self._upload is not None:
+            self._upload.give_up()
+
+    close = abort
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is not None:
+            self.abort()
+        elif not self._done:
+            self.commit()
+
+    def __del__(self) -> None:
+        if not getattr(self, "_done", True):
+            self.abort()
+
+    def _check_open(self) -> None:
+        if self._done:
+            raise StoreError(
+                "this writer was committed or aborted", uri=self._store.uri(self._key), fix="Open another one"
+            )

@@ -9,6 +9,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from voxlane.checkpoint import Checkpoint
     from voxlane.dataset import DataLoader, IterableDataset, MapDataset, Sampler, list_once
     from voxlane.errors import VoxlaneError
     from voxlane.listing import Entry, Manifest, list_objects
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOMES = {
+    "Checkpoint": "voxlane.checkpoint",
     "DataLoader": "voxlane.dataset",
     "IterableDataset": "voxlane.dataset",
     "MapDataset": "voxlane.dataset",
@@ -35,6 +37,7 @@ _HOMES = {
 }
 
 __all__ = [
+    "Checkpoint",
     "DataLoader",
     "Entry",
     "IterableDataset",

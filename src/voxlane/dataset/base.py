@@ -107,7 +107,9 @@ class BucketDataset:
         sources: dict[str, Source] = {}
         for name, dataset in datasets.items():
             if not isinstance(dataset, cls) or len(dataset.samples.sources) != 1:
-                raise ConfigError(f"zip: {name!r} is not a plain {cls.__name__}", fix=f"Give {cls.__name__}s of one URI")
+                raise ConfigError(
+                    f"zip: {name!r} is not a plain {cls.__name__}", fix=f"Give {cls.__name__}s of one URI"
+                )
             sources[name] = next(iter(dataset.samples.sources.values()))
         first: Any = next(iter(datasets.values()))
         return cls(Samples(sources, key), **first._order_arguments())
@@ -147,7 +149,7 @@ class BucketDataset:
         return self._tally.epoch
 
     def set_epoch(self, epoch: int) -> None:
-        """Start the next iteration at the beginning of `epoch`: another shuffle. `voxlane.DataLoader` does it itself."""
+        """Start the next iteration at the beginning of `epoch`: another shuffle. `voxlane.DataLoader` does it."""
         self._tally.start(epoch, 0)
 
     def rank_indices(self) -> Positions:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,7 +9,7 @@ import torch.utils.data
 
 from voxlane.dataset.base import BucketDataset, Skipped
 from voxlane.dataset.order import worker_share
-from voxlane.dataset.samples import PendingSample
+from voxlane.dataset.samples import READ_AHEAD_BYTES, read_ahead
 from voxlane.errors import ConfigError, StateError, VoxlaneError
 
 
@@ -24,7 +23,7 @@ class IterableDataset(BucketDataset, torch.utils.data.IterableDataset[Any]):
     Shards over ranks and DataLoader workers by itself: each sample comes once in all.
     """
 
-    def __init__(self, source: Any, *, read_ahead_bytes: int = 256 << 20, **arguments: Any) -> None:
+    def __init__(self, source: Any, *, read_ahead_bytes: int = READ_AHEAD_BYTES, **arguments: Any) -> None:
         if read_ahead_bytes < 1:
             raise ConfigError(f"read_ahead_bytes={read_ahead_bytes}", fix="Give 1 or more")
         super().__init__(source, **arguments)
@@ -50,44 +49,17 @@ class IterableDataset(BucketDataset, torch.utils.data.IterableDataset[Any]):
         return self._stream(indices[self._taken :].tolist())
 
     def _stream(self, indices: list[int]) -> Iterator[Any]:
-        groups = iter(self.samples.group_sizes(indices)) if indices else iter(())
-        window: deque[PendingSample] = deque()
-        next_index = 0
-        window_bytes = 0
-        most_samples = 4 * max(s.store.config.max_concurrency for s in self.samples.sources.values())
-        try:
-            while True:
-                # An empty window always takes one group, so that a sample larger than the bound still comes.
-                while next_index < len(indices) and (
-                    not window or (window_bytes < self.read_ahead_bytes and len(window) < most_samples)
-                ):
-                    if window and window_bytes + self._size(indices[next_index]) > self.read_ahead_bytes:
-                        break
-                    count = next(groups)
-                    submitted = self.samples.submit(indices[next_index : next_index + count])
-                    next_index += count
-                    window_bytes += sum(s.size for s in submitted)
-                    window.extend(submitted)
-                if not window:
-                    return
-                sample = window.popleft()
-                window_bytes -= sample.size
-                self._taken += 1
-                try:
-                    value = sample.result()
-                except VoxlaneError as error:
-                    if not self.skips(error):
-                        raise
-                    if not self.keep_place:
-                        continue
-                    value = Skipped()
-                yield value
-        finally:
-            for sample in window:
-                sample.cancel()
-
-    def _size(self, index: int) -> int:
-        return sum(e.size for e in self.samples.entries(index).values())
+        for sample in read_ahead(self.samples, indices, self.read_ahead_bytes):
+            self._taken += 1
+            try:
+                value = sample.result()
+            except VoxlaneError as error:
+                if not self.skips(error):
+                    raise
+                if not self.keep_place:
+                    continue
+                value = Skipped()
+            yield value
 
     def state_dict(self) -> dict[str, Any]:
         """Where this stream stands, after the last sample it yielded.

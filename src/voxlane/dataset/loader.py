@@ -70,7 +70,7 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
                 f"voxlane.DataLoader over a {type(dataset).__name__}", fix="Use torch's DataLoader for other datasets"
             )
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]  # torch names its private iterator
         dataset: Any = self.dataset
         self._taken_batches = 0
         for batch in super().__iter__():
@@ -82,7 +82,7 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
 
     def __len__(self) -> int:
         dataset: Any = self.dataset
-        samples = dataset.rank_length()
+        samples: int = dataset.rank_length()
         return samples // self._samples_a_batch if self.drop_last else -(-samples // self._samples_a_batch)
 
     def set_epoch(self, epoch: int) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import torch.utils.data
 
 from voxlane.dataset.base import BucketDataset, Skipped
+from voxlane.dataset.samples import READ_AHEAD_BYTES, read_ahead
 from voxlane.errors import VoxlaneError
 
 
@@ -37,6 +38,15 @@ class MapDataset(BucketDataset, torch.utils.data.Dataset[Any]):
         if not -samples <= index < samples:
             raise IndexError(f"index {index} in a dataset of {samples} samples")
         return self.samples.submit([index % samples])[0].result()
+
+    def __iter__(self) -> Iterator[Any]:
+        """All samples in key order, read ahead; for a loop without a DataLoader."""
+        for sample in read_ahead(self.samples, range(len(self.samples)), READ_AHEAD_BYTES):
+            try:
+                yield sample.result()
+            except VoxlaneError as error:
+                if not self.skips(error):
+                    raise
 
     def __getitems__(self, indices: Sequence[int]) -> list[Any]:
         """A whole batch, fetched concurrently; what DataLoader calls."""

@@ -88,7 +88,8 @@ def worker_share(positions: Positions, worker: int, num_workers: int, block: int
     if num_workers <= 1:
         return positions
     turn = np.arange(len(positions)) // block
-    return positions[turn % num_workers == worker]
+    mine: Positions = positions[turn % num_workers == worker]
+    return mine
 
 
 def check_rank(rank: int, world_size: int) -> None:

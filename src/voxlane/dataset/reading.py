@@ -48,11 +48,11 @@ class Reader:
         if cache is not None:
             cache.open()
 
-    def group_sizes(self, entries: Sequence[Entry]) -> list[int]:
-        """How many consecutive entries to submit together: one, or as many as are composed into one download."""
+    def group_sizes(self, sizes: Sequence[int]) -> list[int]:
+        """How many consecutive objects of these sizes to submit together: one, or as many as are composed."""
         if self._composer is None:
-            return [1] * len(entries)
-        return [len(g) for g in plan_groups([e.size for e in entries], self._composer.max_bytes)]
+            return [1] * len(sizes)
+        return [len(g) for g in plan_groups(sizes, self._composer.max_bytes)]
 
     def submit(self, entries: Sequence[Entry]) -> list[Pending]:
         """Start reading all entries; results come in the same order."""
@@ -145,4 +145,4 @@ def _writable_bytes(size: int) -> tuple[bytes, npt.NDArray[np.uint8]]:
     make.argtypes = (ctypes.c_char_p, ctypes.c_ssize_t)
     body: bytes = make(None, size)
     memory = (ctypes.c_uint8 * size).from_address(id(body) + bytes.__basicsize__ - 1)
-    return body, np.frombuffer(memory, np.uint8)
+    return body, np.ctypeslib.as_array(memory)

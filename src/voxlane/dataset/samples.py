@@ -7,7 +7,8 @@ import os
 import tempfile
 import uuid
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import numpy as np
@@ -27,6 +28,8 @@ from voxlane.store.gcs_json import COMPOSED_PREFIX, GcsJson
 
 Compose = Literal["off", "on", "auto"]
 Decode = Callable[[bytes], Any]
+READ_AHEAD_BYTES = 256 << 20
+"""How much a stream has on its way or waiting, by default."""
 AUTO_COMPOSE_MAX_BYTES = 0
 """`compose="auto"` joins objects when their mean size is at most this. Zero: measured, it never pays (docs/log.md)."""
 
@@ -91,7 +94,11 @@ class Source:
         """The start of every key that is the listed folder: `a/b/` for `gs://bucket/a/b/` and for `gs://bucket/a/b`
         when all keys lie below `a/b/`, else `a/`."""
         prefix = uris.parse(self.uri).key
-        if prefix and not prefix.endswith("/") and pc.all(pc.starts_with(self.manifest.table["key"], prefix + "/")).as_py():
+        if (
+            prefix
+            and not prefix.endswith("/")
+            and pc.all(pc.starts_with(self.manifest.table["key"], prefix + "/")).as_py()
+        ):
             return prefix + "/"
         return prefix[: prefix.rfind("/") + 1]
 
@@ -188,7 +195,7 @@ class Samples:
                 names = {n: self._sample_names(s) for n, s in self.sources.items()}
                 self._rows = align({n: s.uri for n, s in self.sources.items()}, names)
             else:
-                (name, source), = self.sources.items()
+                ((name, source),) = self.sources.items()
                 self._rows = {name: np.arange(len(source.manifest))}
         return self._rows
 
@@ -211,6 +218,10 @@ class Samples:
         rows = self._aligned()
         return {name: source.manifest[int(rows[name][index])] for name, source in self.sources.items()}
 
+    def size(self, index: int) -> int:
+        """Bytes of the objects of one sample."""
+        return sum(int(s.manifest.sizes[self._aligned()[n][index]]) for n, s in self.sources.items())
+
     def submit(self, indices: Sequence[int]) -> list[PendingSample]:
         """Start reading the samples at `indices`."""
         chosen = [self.entries(i) for i in indices]
@@ -223,7 +234,7 @@ class Samples:
         """How many of the next samples to submit together."""
         if self._zipped:
             return [1] * len(indices)
-        return next(iter(self.sources.values())).reader.group_sizes([self.entries(i)[""] for i in indices])
+        return self.sources[""].reader.group_sizes([self.size(i) for i in indices])
 
     def decoded(self, entries: dict[str, Entry], bodies: dict[str, bytes]) -> Any:
         """The sample itself."""
@@ -253,6 +264,34 @@ class PendingSample:
         """Do not start what has not started yet."""
         for part in self._parts.values():
             part.cancel()
+
+
+def read_ahead(samples: Samples, indices: Sequence[int], max_bytes: int) -> Iterator[PendingSample]:
+    """The samples at `indices`, in order, each on its way before it is asked for.
+
+    At most `max_bytes` are on their way or waiting, but always one group of samples, whatever its size. Closing the
+    generator drops what has not started.
+    """
+    groups = samples.group_sizes(indices) if indices else []
+    # Beyond this many the threads have all they can do, and memory goes to bookkeeping.
+    most = 4 * max(s.store.config.max_concurrency for s in samples.sources.values())
+    window: deque[PendingSample] = deque()
+    window_bytes = start = 0
+    try:
+        for count in groups:
+            chosen = indices[start : start + count]
+            start += count
+            group_bytes = sum(samples.size(i) for i in chosen)
+            while window and (window_bytes + group_bytes > max_bytes or len(window) >= most):
+                window_bytes -= window[0].size
+                yield window.popleft()
+            window.extend(samples.submit(chosen))
+            window_bytes += group_bytes
+        while window:
+            yield window.popleft()
+    finally:
+        for sample in window:
+            sample.cancel()
 
 
 def align(uris_by_name: Mapping[str, str], names: Mapping[str, Sequence[str]]) -> dict[str, Positions]:

@@ -17,8 +17,8 @@ class Tally:
     """Requests and skipped samples of a dataset over all processes that hold it, and the epoch they are in."""
 
     def __init__(self) -> None:
-        self._cells = torch.zeros((_SLOTS, _CELLS + 1), dtype=torch.int64).share_memory_()
-        self._progress = torch.zeros(2, dtype=torch.int64).share_memory_()
+        self._cells = _shared(_SLOTS, _CELLS + 1)
+        self._progress = _shared(2)
 
     @staticmethod
     def _slot() -> int:
@@ -58,3 +58,10 @@ class Tally:
         """Set where the next iteration starts; workers that are running already see it too."""
         self._progress[0] = epoch
         self._progress[1] = consumed
+
+
+def _shared(*shape: int) -> torch.Tensor:
+    """Zeros that every process sees which inherits or unpickles them from a DataLoader."""
+    tensor = torch.zeros(shape, dtype=torch.int64)
+    tensor.share_memory_()  # type: ignore[no-untyped-call]
+    return tensor

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os.path
 import sys
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
@@ -53,7 +55,7 @@ def list_objects(
                 bar.restart()
         if batches is None:
             batches = list(_sequential(source, prefix, bar.add))
-    table = pa.Table.from_batches(batches, schema=SCHEMA) if batches else SCHEMA.empty_table()
+    table = pa.Table.from_batches(batches).cast(SCHEMA) if batches else SCHEMA.empty_table()
     return Manifest(str(parsed), _without_folder_markers(_sorted(table))).match(match)
 
 
@@ -75,33 +77,23 @@ def _sorted(table: Any) -> Any:
 def _without_folder_markers(table: Any) -> Any:
     """Drop the empty objects that consoles make for a folder. The engine names the marker `a/` as `a`, which cannot
     be read; it is told by its zero size and by keys below it."""
-    empty = pc.equal(table["size"], 0)
-    if not pc.any(empty).as_py():
+    empty = pc.indices_nonzero(pc.equal(table["size"], 0)).to_pylist()
+    if not empty:
         return table
-    keys = table["key"].combine_chunks()
-    markers: list[int] = []
-    for row in pc.indices_nonzero(empty).to_pylist():
-        below = keys[row].as_py() + "/"
-        after = keys.slice(row + 1)
-        # Keys between `a` and `a/` start with `a` and a character below the slash; search past them.
-        place = _first_at_least(after, below)
-        if place < len(after) and after[place].as_py().startswith(below):
-            markers.append(row)
+    keys = table["key"].to_pylist()
+    markers = []
+    for row in empty:
+        # Whatever sorts between `a` and `a/...` starts with `a` too, so most rows need a look at one neighbour only.
+        if row + 1 < len(keys) and keys[row + 1].startswith(keys[row]):
+            below = keys[row] + "/"
+            place = bisect_left(keys, below, row + 1)
+            if place < len(keys) and keys[place].startswith(below):
+                markers.append(row)
     if not markers:
         return table
-    keep = pc.invert(pc.is_in(pa.array(range(table.num_rows)), pa.array(markers)))
-    return table.filter(keep)
-
-
-def _first_at_least(keys: Any, wanted: str) -> int:
-    low, high = 0, len(keys)
-    while low < high:
-        middle = (low + high) // 2
-        if keys[middle].as_py() < wanted:
-            low = middle + 1
-        else:
-            high = middle
-    return low
+    keep = np.ones(len(keys), bool)
+    keep[markers] = False
+    return table.filter(pa.array(keep))
 
 
 def _is_folder(key: str) -> bool:

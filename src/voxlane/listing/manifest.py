@@ -65,9 +65,7 @@ class Manifest:
             raise IndexError(f"index {index} in a manifest of {len(self)} objects")
         row = index % len(self)
         column = self._columns
-        return Entry(
-            column[0][row].as_py(), int(self.sizes[row]), column[1][row].as_py(), column[2][row].as_py()
-        )
+        return Entry(column[0][row].as_py(), int(self.sizes[row]), column[1][row].as_py(), column[2][row].as_py())
 
     def __iter__(self) -> Iterator[Entry]:
         return (self[i] for i in range(len(self)))
@@ -123,7 +121,9 @@ class Manifest:
             return self
         wanted = [patterns] if isinstance(patterns, str) else list(patterns)
         if not wanted:
-            raise ConfigError("match: an empty list of patterns selects nothing", fix="Leave it out to keep all objects")
+            raise ConfigError(
+                "match: an empty list of patterns selects nothing", fix="Leave it out to keep all objects"
+            )
         keep = None
         for pattern in wanted:
             mask = self._mask(pattern)

@@ -106,7 +106,7 @@ class ParallelLister:
         count = page.num_rows
         first, last = keys[0].as_py(), keys[count - 1].as_py()
         floor = r.cursor if r.cursor is not None else r.low
-        if floor is not None and first <= floor or count > 1 and not _ascending(keys):
+        if (floor is not None and first <= floor) or (count > 1 and not _ascending(keys)):
             raise OutOfOrder(f"{first!r} after {floor!r}")
         kept, ended = page, False
         if r.high is not None and last > r.high:
@@ -169,14 +169,7 @@ def _count_up_to(keys: Any, high: str) -> int:
 
 
 def as_batch(page: Any) -> Any:
-    """An engine's page with our column names and types."""
+    """An engine's page with our columns, not yet of our types."""
     batch = pa.record_batch(page)
-    return pa.record_batch(
-        [
-            batch.column("path").cast(pa.large_string()),
-            batch.column("size").cast(pa.int64()),
-            batch.column("e_tag").cast(pa.large_string()),
-            batch.column("version").cast(pa.large_string()),
-        ],
-        names=["key", "size", "etag", "version"],
-    )
+    columns = [batch.column(name) for name in ("path", "size", "e_tag", "version")]
+    return pa.RecordBatch.from_arrays(columns, names=["key", "size", "etag", "version"])

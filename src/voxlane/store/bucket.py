@@ -185,9 +185,7 @@ class Store:
             if self.scheme == "gs":
                 mode["version"] = self._generation(key, if_etag)
         view = memoryview(data).cast("B")
-        result = self.call(
-            "put", self.uri(key), lambda: self.native.put(key, view, mode=mode, use_multipart=False)
-        )
+        result = self.call("put", self.uri(key), lambda: self.native.put(key, view, mode=mode, use_multipart=False))
         self.counters.add("put", requests=0, bytes_written=view.nbytes)
         return ObjectInfo(key, view.nbytes, result["e_tag"], result["version"])
 
@@ -205,9 +203,7 @@ class Store:
 
     def copy(self, source: str, target: str, *, overwrite: bool = True) -> None:
         """Copy inside the bucket, without the bytes passing here."""
-        self.call(
-            "copy", self.uri(source), lambda: self.native.copy(source, target, overwrite=overwrite)
-        )
+        self.call("copy", self.uri(source), lambda: self.native.copy(source, target, overwrite=overwrite))
 
     def delete(self, keys: str | Iterable[str]) -> None:
         """Delete objects; one that is gone already is no error."""

@@ -6,7 +6,7 @@ import dataclasses
 import difflib
 import os
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -61,6 +61,9 @@ class StoreConfig:
     """GCS bearer token, used as it is. Default: application default credentials."""
     service_account: str | None = None
     """Path of a GCS service-account key file. Default: application default credentials."""
+    credential_provider: Callable[[], Mapping[str, Any]] | None = field(default=None, repr=False)
+    """Called for fresh credentials whenever the last ones expire; returns what obstore's credential providers
+    return ({"token": ..., "expires_at": ...} for GCS). Must pickle to reach spawned workers."""
     connect_timeout_s: float = 10.0
     """Longest wait for a connection."""
     read_timeout_s: float = 60.0
@@ -77,9 +80,13 @@ class StoreConfig:
         if self.connect_timeout_s <= 0 or self.read_timeout_s <= 0:
             raise ConfigError("StoreConfig: a timeout must be above zero")
         if (self.access_key_id is None) != (self.secret_access_key is None):
-            raise ConfigError("StoreConfig: access_key_id and secret_access_key go together", fix="Give both or neither")
+            raise ConfigError(
+                "StoreConfig: access_key_id and secret_access_key go together", fix="Give both or neither"
+            )
         if self.endpoint is not None and "://" not in self.endpoint:
-            raise ConfigError(f"StoreConfig.endpoint {self.endpoint!r} has no scheme", fix=f"Write http://{self.endpoint}")
+            raise ConfigError(
+                f"StoreConfig.endpoint {self.endpoint!r} has no scheme", fix=f"Write http://{self.endpoint}"
+            )
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> StoreConfig:
@@ -126,7 +133,7 @@ def _fits(value: Any, expected: str) -> bool:
         return "int" in expected or "float" in expected
     if isinstance(value, float):
         return "float" in expected
-    return value is None and "None" in expected or isinstance(value, RetryConfig)
+    return (value is None and "None" in expected) or isinstance(value, RetryConfig)
 
 
 def _at_least(config: Any, least: float, *names: str) -> None:

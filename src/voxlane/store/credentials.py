@@ -52,7 +52,7 @@ def gcs_bearer_token(config: StoreConfig) -> str | None:
     if config.token:
         return config.token
     endpoint = gcs_endpoint(config)
-    if endpoint and not config.service_account and not _is_google(endpoint):
+    if endpoint and not (config.service_account or config.credential_provider or _is_google(endpoint)):
         return EMULATOR_TOKEN
     return None
 
@@ -66,7 +66,9 @@ def _gcs(bucket: str, config: StoreConfig, engine_retries: bool) -> Any:
     token = gcs_bearer_token(config)
     if config.anonymous:
         options["skip_signature"] = True
-    if token:
+    if config.credential_provider:
+        options["credential_provider"] = config.credential_provider
+    elif token:
         # Together with skip_signature: the engine's writes ignore that flag and would go looking for credentials.
         options["bearer_token"] = token
     elif not config.anonymous:
@@ -120,6 +122,8 @@ def _s3(bucket: str, config: StoreConfig, engine_retries: bool) -> Any:
         options["endpoint"] = endpoint.rstrip("/")
     if config.anonymous:
         options["skip_signature"] = True
+    elif config.credential_provider:
+        options["credential_provider"] = config.credential_provider
     elif config.access_key_id:
         options["access_key_id"] = config.access_key_id
         options["secret_access_key"] = config.secret_access_key
@@ -168,7 +172,9 @@ def _aws_profile_credentials(name: str | None, profile: Mapping[str, str]) -> di
             import boto3
             from obstore.auth.boto3 import Boto3CredentialProvider
         except ImportError:
-            raise MissingExtraError.of("s3", f"the AWS profile {name or 'default'!r} (SSO or an assumed role)") from None
+            raise MissingExtraError.of(
+                "s3", f"the AWS profile {name or 'default'!r} (SSO or an assumed role)"
+            ) from None
         return {"credential_provider": Boto3CredentialProvider(boto3.Session(profile_name=name))}
     return {}  # web identity, container and instance credentials: the engine finds them itself
 
@@ -190,6 +196,8 @@ def _azure(container: str, config: StoreConfig, engine_retries: bool) -> Any:
     key = config.account_key or environment.get("AZURE_STORAGE_KEY")
     if config.anonymous:
         options["skip_signature"] = True
+    elif config.credential_provider:
+        options["credential_provider"] = config.credential_provider
     elif key:
         options["account_key"] = key
     elif not any(name.startswith(("AZURE_CLIENT_", "AZURE_FEDERATED_", "AZURE_STORAGE_S")) for name in environment):

@@ -102,10 +102,10 @@ class GcsJson:
             if items:
                 yield pa.record_batch(
                     [
-                        pa.array([i["name"] for i in items], pa.large_string()),
+                        pa.array([i["name"] for i in items], pa.string()),
                         pa.array([int(i["size"]) for i in items], pa.int64()),
-                        pa.array([_etag(i.get("md5Hash")) for i in items], pa.large_string()),
-                        pa.array([str(i["generation"]) for i in items], pa.large_string()),
+                        pa.array([_etag(i.get("md5Hash")) for i in items], pa.string()),
+                        pa.array([str(i["generation"]) for i in items], pa.string()),
                     ],
                     names=["key", "size", "etag", "version"],
                 )
@@ -152,8 +152,11 @@ class GcsJson:
         return connection
 
     def _authorization(self, uri: str) -> dict[str, str]:
-        token = gcs_bearer_token(self._store.config)
-        if token is None and not self._store.config.anonymous:
+        config = self._store.config
+        token = gcs_bearer_token(config)
+        if config.credential_provider is not None:
+            token = config.credential_provider()["token"]
+        elif token is None and not config.anonymous:
             token = self._refreshed(uri)
         return {"Authorization": f"Bearer {token}"} if token else {}
 
@@ -200,7 +203,9 @@ def _refusal(status: int, text: bytes, uri: str, root: str) -> StoreError | Tran
     if status == 401:
         return CredentialsError(f"the credentials were not accepted ({said})", uri=uri, fix=LOGIN["gs"])
     if status == 403:
-        return PermissionDeniedError(f"access denied ({said})", uri=uri, fix="Ask for permission, or use another identity")
+        return PermissionDeniedError(
+            f"access denied ({said})", uri=uri, fix="Ask for permission, or use another identity"
+        )
     if status == 412:
         return ChangedError("an object is not the expected version", uri=uri, fix="List the bucket again")
     if status in (405, 501):

@@ -52,11 +52,11 @@ def obstore() -> Any:
 def _import_private_copy(depth: int) -> None:
     old = {name: m for name, m in sys.modules.items() if name == "obstore" or name.startswith("obstore.")}
     _keep_alive.append(old)
-    original = old[_EXTENSION].__spec__.origin if _EXTENSION in old else None
+    original = _origin(old)
     if original is None:  # imported in part only; an ordinary import starts fresh
         return
     if depth > 1:  # this process is a fork of a fork: `original` is already a private copy
-        original = _keep_alive[0][_EXTENSION].__spec__.origin
+        original = _origin(_keep_alive[0]) or original
     finder = _PrivateExtension(_private_copy(original, depth))
     for name in old:
         del sys.modules[name]
@@ -65,6 +65,12 @@ def _import_private_copy(depth: int) -> None:
         importlib.import_module("obstore")
     finally:
         sys.meta_path.remove(finder)
+
+
+def _origin(modules: dict[str, ModuleType]) -> str | None:
+    """The file the extension module was loaded from."""
+    spec = modules[_EXTENSION].__spec__ if _EXTENSION in modules else None
+    return spec.origin if spec else None
 
 
 class _PrivateExtension:

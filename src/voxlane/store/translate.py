@@ -114,14 +114,19 @@ def translate(error: BaseException, uri: str) -> StoreError | Transient:
         return errors.UnsupportedError(f"this store cannot do that{said}", uri=uri)
     if "No space left" in text or "os error 28" in text or "QuotaExceeded" in code:
         return errors.StoreError("no space left", uri=uri, fix="Free some, or raise the quota")
-    if isinstance(error, ValueError) or name == "InvalidPathError" or "illegal character" in text or "empty path" in text:
+    if (
+        isinstance(error, ValueError)
+        or name == "InvalidPathError"
+        or "illegal character" in text
+        or "empty path" in text
+    ):
         return errors.StoreError(
             f"a key that cannot be addressed: {text.splitlines()[0]}",
             uri=uri,
             fix="Keys need non-empty segments between slashes, without control characters; rename it or use "
             "a prefix without it",
         )
-    if status in RETRIED_STATUS or status is None and _is_connection(text):
+    if status in RETRIED_STATUS or (status is None and _is_connection(text)):
         what = f"the service answered {status}{said}" if status else f"the connection failed ({_cause(text)})"
         return Transient(what, uri)
     return errors.StoreError(f"{text.splitlines()[0]}", uri=uri)

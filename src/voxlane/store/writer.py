@@ -35,11 +35,11 @@ class _Upload:
         self.part_bytes = part_bytes
         self.outcome: Any = None
         self.failure: Exception | None = None
-        self._parts: queue.Queue[bytes | None | _Aborted] = queue.Queue(maxsize=2)
+        self._parts: queue.Queue[bytes | _Aborted | None] = queue.Queue(maxsize=2)
         self._thread = threading.Thread(target=self._run, name="voxlane-upload", daemon=True)
         self._thread.start()
 
-    def send(self, part: bytes | None | _Aborted) -> None:
+    def send(self, part: bytes | _Aborted | None) -> None:
         """Hand over a part, or the end (None), or the order to give up. Waits for room; raises if the upload failed."""
         while self.failure is None:
             try:

@@ -1,0 +1,209 @@
+"""`voxlane`: the command line. Subcommands import what they need when they run, so that `--help` answers at once."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from voxlane.errors import VoxlaneError
+
+if TYPE_CHECKING:
+    from voxlane.store import StoreConfig
+
+_EPILOG = """\
+URIs: gs://bucket/prefix, s3://bucket/prefix, az://container/prefix, file:///folder or a plain path.
+Credentials are taken from where each cloud's own tools keep them. Endpoints of compatible servers and
+emulators: --endpoint, the [store] table of a --config file, or STORAGE_EMULATOR_HOST / AWS_ENDPOINT_URL.
+
+examples:
+  voxlane ls gs://my-bucket/kits19/ --match '*.nii.gz'     what is there
+  voxlane ls s3://my-bucket/scans/ --save scans.parquet    a manifest for training, pinned to versions
+  voxlane emulator --bucket demo                           a local GCS and S3 to try things on
+"""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line; returns the exit status. A user's mistake is one line on stderr, never a traceback."""
+    parser = _parser()
+    options = parser.parse_args(arguments)
+    if options.run is None:
+        parser.print_help()
+        return 0
+    try:
+        status: int = options.run(options)
+        sys.stdout.flush()
+        return status
+    except VoxlaneError as error:
+        print(f"voxlane: {error}", file=sys.stderr)
+        return 1
+    except BrokenPipeError:  # the reader of our output went away, as `head` does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except KeyboardInterrupt:
+        print("voxlane: interrupted", file=sys.stderr)
+        return 130
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="voxlane",
+        description="Buckets of 3D scans as PyTorch datasets: list, check, serve.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.set_defaults(run=None)
+    parser.add_argument("--version", action="version", version=f"voxlane {_version()}")
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND")
+    _add_ls(commands)
+    _add_clean(commands)
+    _add_emulator(commands)
+    return parser
+
+
+def _version() -> str:
+    from voxlane import __version__
+
+    return __version__
+
+
+def _add_store_options(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("how to reach the bucket")
+    group.add_argument("--config", metavar="FILE", help="a TOML file whose [store] table holds StoreConfig fields")
+    group.add_argument("--endpoint", metavar="URL", help="server to use instead of the cloud's own")
+    group.add_argument("--anonymous", action="store_true", help="send no credentials (public buckets)")
+
+
+def _store_config(options: argparse.Namespace) -> StoreConfig:
+    import dataclasses
+
+    from voxlane.store import StoreConfig
+
+    config = StoreConfig.load(options.config) if options.config else StoreConfig()
+    changes = {}
+    if options.endpoint:
+        changes["endpoint"] = options.endpoint
+    if options.anonymous:
+        changes["anonymous"] = True
+    return dataclasses.replace(config, **changes)
+
+
+def _add_ls(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = commands.add_parser(
+        "ls",
+        help="list the objects under a URI, or save them as a manifest",
+        description="List every object whose key starts with the URI's key (a plain string prefix), in parallel and "
+        "in key order. With --save, write the listing as a manifest (Parquet: key, size, etag, version) that "
+        "MapDataset(Manifest.load(...)) and every rank of a job can read instead of listing again; reading an object "
+        "that changed since then fails, naming it.",
+        epilog="examples:\n  voxlane ls gs://bucket/prefix\n  voxlane ls s3://bucket/ --match '*.nii.gz' --total\n"
+        "  voxlane ls gs://bucket/kits19/ --save gs://bucket/manifests/kits19.parquet",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("uri", metavar="URI", help="bucket and prefix, or a folder")
+    parser.add_argument("--match", metavar="GLOB", action="append", help="only keys that fit (repeatable); * crosses /")
+    parser.add_argument("--save", metavar="FILE", help="write a manifest to this path or URI instead of printing")
+    parser.add_argument("--total", action="store_true", help="print only the number of objects and bytes")
+    parser.add_argument("-l", "--long", action="store_true", help="print size and etag before each URI")
+    parser.add_argument("--concurrency", metavar="N", type=int, default=32, help="list requests in flight (default 32)")
+    parser.add_argument("--no-progress", action="store_true", help="no progress bar")
+    _add_store_options(parser)
+    parser.set_defaults(run=_ls)
+
+
+def _ls(options: argparse.Namespace) -> int:
+    from voxlane.errors import ConfigError, EmptyError
+    from voxlane.listing import list_objects
+    from voxlane.store import Store
+
+    if options.concurrency < 1:
+        raise ConfigError(f"--concurrency {options.concurrency}", fix="Give 1 or more")
+    config = _store_config(options)
+    store = Store(options.uri, config)
+    progress = False if options.no_progress else None
+    manifest = list_objects(
+        options.uri, match=options.match, store=store, concurrency=options.concurrency, progress=progress
+    )
+    if not len(manifest):
+        what = f"no object fits {' '.join(options.match)}" if options.match else "no objects under this prefix"
+        raise EmptyError(what, uri=options.uri, fix="Check the prefix and the pattern")
+    total = f"{len(manifest):,} objects, {_human(manifest.total_bytes)}"
+    if options.save:
+        manifest.save(options.save, config)
+        print(f"{total} -> {options.save}")
+        return 0
+    if options.total:
+        print(f"{total} ({manifest.total_bytes:,} bytes), {store.counters.read().requests:,} list requests")
+        return 0
+    root = manifest.root
+    if options.long:
+        for entry in manifest:
+            print(f"{entry.size:>15,}  {entry.etag or '-':<36} {root}{entry.key}")
+    else:
+        sys.stdout.writelines(f"{root}{key}\n" for key in manifest.keys())
+    return 0
+
+
+def _add_clean(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = commands.add_parser(
+        "clean",
+        help="remove what killed runs left in a GCS bucket",
+        description="Remove joined objects that composed download left in a GCS bucket because its process was "
+        "killed. Younger ones may belong to a run that is still reading and are kept.",
+    )
+    parser.add_argument("uri", metavar="gs://BUCKET", help="the bucket")
+    parser.add_argument(
+        "--older-than", metavar="MINUTES", type=float, default=60.0, help="age from which they are removed (default 60)"
+    )
+    parser.add_argument("--dry-run", action="store_true", help="only say what would be removed")
+    _add_store_options(parser)
+    parser.set_defaults(run=_clean)
+
+
+def _clean(options: argparse.Namespace) -> int:
+    from voxlane.store import Store
+    from voxlane.store.leftovers import find_leftovers
+
+    store = Store(options.uri, _store_config(options))
+    leftovers = find_leftovers(store, older_than_s=options.older_than * 60)
+    if not options.dry_run:
+        store.delete([entry.key for entry in leftovers])
+    size = _human(sum(entry.size for entry in leftovers))
+    print(f"{len(leftovers)} leftover objects, {size} {'found' if options.dry_run else 'removed'} in {store.root}")
+    return 0
+
+
+def _add_emulator(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = commands.add_parser(
+        "emulator",
+        help="serve a local, in-memory GCS and S3 (needs voxlane[testing])",
+        description="Serve GCS (XML and JSON) and S3 on one local port, in memory, until interrupted; for trying "
+        "things and for tests. Prints the variables that point clients to it.",
+    )
+    parser.add_argument("--port", type=int, default=4443, help="port on 127.0.0.1; 0 picks a free one (default 4443)")
+    parser.add_argument("--bucket", action="append", help="a bucket to create (repeatable)")
+    parser.add_argument("--latency-ms", type=float, default=0.0, help="added to every request (default 0)")
+    parser.set_defaults(run=_emulator)
+
+
+def _emulator(options: argparse.Namespace) -> int:
+    from voxlane.testing.__main__ import main as serve
+
+    buckets = [word for bucket in options.bucket or [] for word in ("--bucket", bucket)]
+    serve(["--port", str(options.port), "--latency-ms", str(options.latency_ms), *buckets])
+    return 0
+
+
+def _human(size_bytes: int) -> str:
+    size = float(size_bytes)
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if size < 1024 or unit == "TiB":
+            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1024
+    raise AssertionError
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""Other connectors' names, over voxlane's own classes."""

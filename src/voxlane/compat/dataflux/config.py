@@ -1,0 +1,78 @@
+"""Dataflux's Config and storage clients, in voxlane's terms."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import UTC
+from typing import Any
+
+from voxlane.store import RetryConfig, StoreConfig
+
+
+@dataclass(kw_only=True)
+class Config:
+    """Dataflux's settings. Listing is always parallel and sorted here, downloads always concurrent and composed
+    download follows voxlane's measurements, so `sort_listing_results`, `num_processes`, `threads_per_process` and
+    `max_listing_retries` are taken and change nothing."""
+
+    sort_listing_results: bool = False
+    max_composite_object_size: int = 100_000_000
+    """Largest joined object in bytes; 0 turns composed download off."""
+    num_processes: int | None = os.cpu_count()
+    prefix: str | None = None
+    max_listing_retries: int = 3
+    threads_per_process: int = 1
+    disable_compose: bool = False
+    list_retry_config: Any = None
+    """A google.api_core Retry."""
+    download_retry_config: Any = None
+    """A google.api_core Retry; used for listing too, unless only `list_retry_config` is given."""
+
+    def __post_init__(self) -> None:
+        if self.disable_compose:
+            self.max_composite_object_size = 0
+
+
+class ClientCredentials:
+    """Tokens from a google-cloud-storage client's credentials, refreshed when they expire."""
+
+    def __init__(self, credentials: Any) -> None:
+        self._credentials = credentials
+
+    def __call__(self) -> Mapping[str, Any]:
+        """A token and the time it expires."""
+        from google.auth.transport.requests import Request
+
+        if not self._credentials.valid:
+            self._credentials.refresh(Request())
+        expiry = self._credentials.expiry
+        return {
+            "token": self._credentials.token,
+            "expires_at": None if expiry is None else expiry.replace(tzinfo=UTC),
+        }
+
+
+def store_config(config: Config, storage_client: Any) -> StoreConfig:
+    """How to reach the bucket as the storage client would, with the config's retries."""
+    fields: dict[str, Any] = {}
+    retry = config.download_retry_config or config.list_retry_config
+    if retry is not None:
+        deadline_s = getattr(retry, "_timeout", None) or getattr(retry, "_deadline", None)
+        fields["retry"] = RetryConfig(
+            deadline_s=deadline_s or RetryConfig().deadline_s,
+            initial_delay_s=retry._initial,
+            multiplier=max(1.0, retry._multiplier),
+            max_delay_s=retry._maximum,
+        )
+    if storage_client is not None:
+        endpoint = storage_client._connection.API_BASE_URL
+        if endpoint and not endpoint.endswith("storage.googleapis.com"):
+            fields["endpoint"] = endpoint
+        credentials = storage_client._credentials
+        if type(credentials).__name__ == "AnonymousCredentials":
+            fields["anonymous"] = True
+        elif credentials is not None:
+            fields["credential_provider"] = ClientCredentials(credentials)
+    return StoreConfig(**fields)

@@ -1,0 +1,18 @@
+"""`dataflux_pytorch.dataflux_checkpoint`, over `voxlane.Checkpoint`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from voxlane.checkpoint import Checkpoint
+from voxlane.compat.dataflux.config import Config, store_config
+
+__all__ = ["DatafluxCheckpoint"]
+
+
+class DatafluxCheckpoint(Checkpoint):
+    """Dataflux's checkpoint; `project_name` is taken and not needed."""
+
+    def __init__(self, project_name: str | None, bucket_name: str, storage_client: Any = None) -> None:
+        self.project_name, self.bucket_name = project_name, bucket_name
+        super().__init__(f"gs://{bucket_name}", store_config(Config(), storage_client))

@@ -1,0 +1,114 @@
+"""Where settings and credentials come from, and what wrong ones say."""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import Bucket
+from voxlane import RetryConfig, Store, StoreConfig, errors
+from voxlane.store import translate
+from voxlane.testing import Access, Emulator
+from voxlane.uri import parse
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"endpiont": "http://x"}, "unknown store setting 'endpiont'. Did you mean 'endpoint'"),
+        ({"retry": {"deadline": 3}}, "Did you mean retry.'deadline_s'"),
+        ({"max_concurrency": "many"}, "'max_concurrency' is 'many'. It takes int"),
+        ({"max_concurrency": 0}, "max_concurrency is 0. Give 1 or more"),
+        ({"access_key_id": "a"}, "go together"),
+        ({"endpoint": "localhost:80"}, "Write http://localhost:80"),
+        ({"retry": {"multiplier": 0.5}}, "multiplier is 0.5"),
+        ({"read_timeout_s": 0}, "above zero"),
+    ],
+)
+def test_wrong_settings_are_named(values: dict[str, object], message: str) -> None:
+    with pytest.raises(errors.ConfigError, match=message.replace("(", r"\(")):
+        StoreConfig.from_dict(values)
+
+
+def test_settings_from_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "voxlane.toml"
+    path.write_text('[store]\nendpoint = "http://127.0.0.1:1"\nread_timeout_s = 5\n[store.retry]\ndeadline_s = 2.5\n')
+    config = StoreConfig.load(path)
+    assert config == StoreConfig(endpoint="http://127.0.0.1:1", read_timeout_s=5, retry=RetryConfig(deadline_s=2.5))
+    path.write_text("[store\n")
+    with pytest.raises(errors.ConfigError, match=r"voxlane.toml: not valid TOML"):
+        StoreConfig.load(path)
+    with pytest.raises(errors.ConfigError, match="cannot read"):
+        StoreConfig.load(tmp_path / "none.toml")
+
+
+@pytest.mark.parametrize(
+    ("uri", "message"),
+    [
+        ("gz://b/k", r"unknown scheme 'gz'. Did you mean gs://"),
+        ("http://b/k", "Known schemes"),
+        ("s3:///k", "names no bucket"),
+        ("file://relative/k", "absolute path"),
+        ("", "an empty URI"),
+    ],
+)
+def test_wrong_uris_are_explained(uri: str, message: str) -> None:
+    with pytest.raises(errors.ConfigError, match=message):
+        parse(uri)
+
+
+def test_uris_and_paths(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert str(parse("gs://b/a//b?c")) == "gs://b/a//b?c"
+    assert str(parse("gcs://b")) == "gs://b/"
+    assert str(parse("data/scans/")) == f"file://{tmp_path}/data/scans/"
+    assert parse("data").key == f"{tmp_path}/data"[1:]
+
+
+def test_standard_variables_name_the_endpoint(emulator: Emulator, monkeypatch: pytest.MonkeyPatch) -> None:
+    emulator.put("bkt", "k", b"v")
+    monkeypatch.setenv("STORAGE_EMULATOR_HOST", emulator.url.removeprefix("http://"))
+    assert bytes(Store("gs://bkt").get("k")) == b"v"
+    monkeypatch.setenv("AWS_ENDPOINT_URL", emulator.url)
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "a")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "b")
+    assert bytes(Store("s3://bkt").get("k")) == b"v"
+
+
+def test_aws_profiles(emulator: Emulator, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_PROFILE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / ".aws").mkdir()
+    (tmp_path / ".aws/credentials").write_text("[lab]\naws_access_key_id = labkey\naws_secret_access_key = s\n")
+    (tmp_path / ".aws/config").write_text(f"[profile lab]\nendpoint_url = {emulator.url}\nregion = eu-west-1\n")
+    emulator.put("bkt", "k", b"v")
+    emulator.set_access(Access(access_key_id="labkey"))
+    assert bytes(Store("s3://bkt", StoreConfig(profile="lab")).get("k")) == b"v"
+    monkeypatch.setenv("AWS_PROFILE", "lab")
+    assert bytes(Store("s3://bkt").get("k")) == b"v"
+    with pytest.raises(errors.CredentialsError, match="no AWS profile 'lba'"):
+        Store("s3://bkt", StoreConfig(profile="lba")).get("k")
+
+
+def test_google_credential_files(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delenv("STORAGE_EMULATOR_HOST", raising=False)
+    monkeypatch.setenv("GOOGLE_APPLICATION_CREDENTIALS", str(tmp_path / "none.json"))
+    with pytest.raises(errors.CredentialsError, match=r"none.json: cannot read the Google credentials file"):
+        Store("gs://b").get("k")
+    (tmp_path / "none.json").write_text("not json")
+    with pytest.raises(errors.CredentialsError, match="not a Google credentials file"):
+        Store("gs://b").get("k")
+
+
+def test_secrets_are_not_printed(s3: Bucket) -> None:
+    assert "testtest" not in repr(s3.config)
+
+
+def test_every_exception_of_the_engine_is_known() -> None:
+    engine = importlib.import_module("obstore.exceptions")
+    names = {n for n in dir(engine) if isinstance(getattr(engine, n), type)}
+    assert names
+    assert names <= translate.ENGINE_ERRORS

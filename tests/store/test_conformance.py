@@ -1,0 +1,167 @@
+"""What every store does, on every kind of server."""
+
+from __future__ import annotations
+
+import gc
+import pickle
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tests.conftest import Bucket
+from voxlane import Store, errors, list_objects
+
+MIB = 1 << 20
+
+
+def test_put_then_get_head_and_ranges(bucket: Bucket) -> None:
+    store, key = bucket.store, bucket.key("a/b.bin")
+    written = store.put(key, b"0123456789")
+    assert bytes(store.get(key)) == b"0123456789"
+    assert bytes(store.get(key, 2, 5)) == b"234"
+    assert bytes(store.get(key, 7)) == b"789"
+    assert bytes(store.get(key, 4, 4)) == b""
+    info = store.head(key)
+    assert (info.key, info.size) == (key, 10)
+    assert info.etag == written.etag
+    assert info.etag is not None
+
+
+@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.lists(st.tuples(st.integers(0, 999), st.integers(0, 999)).map(sorted), max_size=8), st.integers(0, 300))
+def test_many_ranges_equal_slices(bucket: Bucket, spans: list[list[int]], max_gap_bytes: int) -> None:
+    body = bytes(i % 251 for i in range(1000))
+    store, key = bucket.store, bucket.key("ranges")
+    store.put(key, body)
+    got = store.get_ranges(key, [(a, b) for a, b in spans], max_gap_bytes=max_gap_bytes)
+    assert [bytes(g) for g in got] == [body[a:b] for a, b in spans]
+
+
+@pytest.mark.parametrize("key", ["plain", "with space", "plus+percent%20", "unié/日本語", "a#b?c&d=e", "~tilde[1]"])
+def test_any_key_round_trips(bucket: Bucket, key: str) -> None:
+    store = bucket.store
+    store.put(bucket.key(key), key.encode())
+    assert bytes(store.get(bucket.key(key))) == key.encode()
+    assert list_objects(bucket.uri, config=bucket.config, store=store).keys() == [bucket.key(key)]
+
+
+def test_empty_object(bucket: Bucket) -> None:
+    store = bucket.store
+    store.put(bucket.key("empty"), b"")
+    assert bytes(store.get(bucket.key("empty"))) == b""
+    assert store.head(bucket.key("empty")).size == 0
+
+
+def test_create_only_and_if_version_matches(bucket: Bucket) -> None:
+    store, key = bucket.store, bucket.key("once")
+    first = store.put(key, b"one", if_absent=True)
+    with pytest.raises(errors.AlreadyExistsError, match="once"):
+        store.put(key, b"two", if_absent=True)
+    if bucket.kind == "file":
+        with pytest.raises(errors.UnsupportedError):
+            store.put(key, b"two", if_etag=first.etag)
+        return
+    second = store.put(key, b"two", if_etag=first.etag)
+    with pytest.raises(errors.ChangedError, match="once"):
+        store.put(key, b"three", if_etag=first.etag)
+    assert bytes(store.get(key)) == b"two"
+    assert second.etag != first.etag
+
+
+def test_get_of_another_version_fails(bucket: Bucket) -> None:
+    store, key = bucket.store, bucket.key("pinned")
+    etag = store.put(key, b"old content").etag
+    assert bytes(store.get(key, etag=etag)) == b"old content"
+    store.put(key, b"new")
+    with pytest.raises(errors.ChangedError, match="pinned"):
+        store.get(key, etag=etag)
+    with pytest.raises(errors.ChangedError, match="pinned"):
+        store.get(key, 0, 1, etag=etag)
+
+
+def test_missing_object(bucket: Bucket) -> None:
+    for call in (bucket.store.get, bucket.store.head):
+        with pytest.raises(errors.NotFoundError, match="nothing-here"):
+            call(bucket.key("nothing-here"))
+    assert not bucket.store.exists(bucket.key("nothing-here"))
+
+
+def test_copy_and_delete(bucket: Bucket) -> None:
+    store = bucket.store
+    store.put(bucket.key("from"), b"body")
+    store.copy(bucket.key("from"), bucket.key("to"))
+    assert bytes(store.get(bucket.key("to"))) == b"body"
+    store.delete([bucket.key("from"), bucket.key("never-was")])
+    assert list_objects(bucket.uri + "/", config=bucket.config, store=store).keys() == [bucket.key("to")]
+
+
+def test_delete_prefix_is_a_plain_prefix(bucket: Bucket) -> None:
+    store = bucket.store
+    for name in ("foo/a", "foo/a1", "foo/ab/c", "foo/b"):
+        store.put(bucket.key(name), b"x")
+    assert store.delete_prefix(bucket.key("foo/a")) == 3
+    assert list_objects(bucket.uri + "/", config=bucket.config, store=store).keys() == [bucket.key("foo/b")]
+
+
+def test_list_prefix_is_a_plain_prefix(bucket: Bucket) -> None:
+    store = bucket.store
+    names = ["foo", "foo-1", "foo.txt", "foo1/x", "fooa", "fop", "fo", "é"]
+    for name in names:
+        store.put(bucket.key(name), b"x")
+    found = list_objects(f"{bucket.uri}/foo", config=bucket.config, store=store).keys()
+    assert found == sorted(bucket.key(n) for n in names if n.startswith("foo"))
+
+
+@pytest.mark.parametrize("size", [0, 1, 5 * MIB, 11 * MIB + 3])
+def test_writer_publishes_on_commit(bucket: Bucket, size: int) -> None:
+    body = bytes(bytearray(range(256))) * (size // 256 + 1)
+    body = body[:size]
+    store = bucket.with_config(part_bytes=5 * MIB).store
+    with store.open_writer(bucket.key("big")) as writer:
+        for start in range(0, size, 1_000_003):
+            writer.write(body[start : start + 1_000_003])
+            if start > 6 * MIB:
+                assert not store.exists(bucket.key("big"))
+        assert writer.tell() == size
+    assert bytes(store.get(bucket.key("big"))) == body
+
+
+def test_writer_that_meets_an_exception_publishes_nothing(bucket: Bucket) -> None:
+    store = bucket.with_config(part_bytes=5 * MIB).store
+    with pytest.raises(ZeroDivisionError), store.open_writer(bucket.key("half")) as writer:
+        writer.write(bytes(11 * MIB))
+        raise ZeroDivisionError
+    dropped = store.open_writer(bucket.key("dropped"))
+    dropped.write(bytes(11 * MIB))
+    del dropped
+    closed = store.open_writer(bucket.key("closed"))
+    closed.write(b"x")
+    closed.close()
+    gc.collect()
+    assert list_objects(bucket.uri, config=bucket.config, store=store).keys() == []
+
+
+def test_pickles_with_its_configuration(shared_bucket: Bucket) -> None:
+    shared_bucket.store.put(shared_bucket.key("k"), b"v")
+    copy: Store = pickle.loads(pickle.dumps(shared_bucket.store))
+    assert copy.config == shared_bucket.config
+    assert bytes(copy.get(shared_bucket.key("k"))) == b"v"
+
+
+def test_memory_store_says_that_it_cannot_be_pickled(memory: Bucket) -> None:
+    with pytest.raises(errors.ConfigError, match="cannot leave its process"):
+        pickle.dumps(memory.store)
+
+
+def test_requests_and_bytes_are_counted(bucket: Bucket) -> None:
+    store = bucket.store
+    store.put(bucket.key("a"), b"12345")
+    store.get(bucket.key("a"))
+    store.get(bucket.key("a"), 1, 3)
+    store.head(bucket.key("a"))
+    seen = store.counters.read()
+    assert seen.by_kind["put"] == {"requests": 1, "retries": 0, "bytes_read": 0, "bytes_written": 5}
+    assert seen.by_kind["get"] == {"requests": 2, "retries": 0, "bytes_read": 7, "bytes_written": 0}
+    assert seen.by_kind["head"]["requests"] == 1
+    assert (seen.requests, seen.bytes_read, seen.retries) == (4, 7, 0)

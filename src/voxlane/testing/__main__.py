@@ -1,0 +1,101 @@
+"""``python -m voxlane.testing``: run the emulator in the foreground."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import socket
+import sys
+from collections.abc import Coroutine, Sequence
+
+from voxlane.testing.access import Access
+from voxlane.testing.faults import Dice, Faults
+
+_PARENT_CHECK_S = 1.0
+
+
+def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m voxlane.testing", description="An object store in memory."
+    )
+    parser.add_argument("--port", type=int, default=0, help="port on 127.0.0.1; 0 (default) takes a free one")
+    parser.add_argument("--bucket", action="append", default=[], help="bucket to create; may be repeated")
+    parser.add_argument(
+        "--latency-ms", type=float, default=0.0, help="delay of every answer, in milliseconds"
+    )
+    parser.add_argument("--bearer-token", help="token that GCS requests must carry")
+    parser.add_argument("--access-key-id", help="access key that S3 requests must be signed with")
+    # Given by the Emulator class: end with that process, and print only the URL.
+    parser.add_argument("--parent", type=int, default=0, help=argparse.SUPPRESS)
+    return parser.parse_args(argv)
+
+
+async def _serve(arguments: argparse.Namespace) -> None:
+    # Imported here so that a missing aiohttp is reported by main().
+    from voxlane.testing.server import Emulation, serve
+
+    sock = socket.socket()
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    sock.bind(("127.0.0.1", arguments.port))
+    url = f"http://127.0.0.1:{sock.getsockname()[1]}"
+    emulation = Emulation(url)
+    emulation.admin.dice = Dice(Faults(latency_s=arguments.latency_ms / 1000))
+    emulation.admin.access = Access(
+        bearer_token=arguments.bearer_token, access_key_id=arguments.access_key_id
+    )
+    for bucket in arguments.bucket:
+        emulation.objects.create(bucket)
+    await serve(sock, emulation)
+    print(url, flush=True)
+    if arguments.parent:
+        await _parent_ends(arguments.parent)
+        return
+    print(f"export STORAGE_EMULATOR_HOST={url}\nexport AWS_ENDPOINT_URL={url}", flush=True)
+    await asyncio.Event().wait()
+
+
+async def _parent_ends(parent: int) -> None:
+    """Return when standard input closes or the parent is gone.
+
+    Two signs, because a forked child of the parent keeps the pipe open after the parent died.
+    """
+    loop = asyncio.get_running_loop()
+    closed = asyncio.Event()
+    loop.add_reader(sys.stdin.fileno(), closed.set)
+    while not closed.is_set() and os.getppid() == parent:
+        try:
+            await asyncio.wait_for(closed.wait(), _PARENT_CHECK_S)
+        except TimeoutError:
+            continue
+
+
+def _run(main: Coroutine[None, None, None]) -> None:
+    try:
+        import uvloop
+    except ImportError:
+        asyncio.run(main)
+    else:
+        uvloop.run(main)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Serve until interrupted, or until the parent ends."""
+    arguments = _arguments(argv)
+    try:
+        import aiohttp  # noqa: F401
+        import google_crc32c  # noqa: F401
+    except ImportError as missing:
+        raise SystemExit(f"The emulator needs {missing.name}: pip install 'voxlane[testing]'") from None
+    try:
+        _run(_serve(arguments))
+    except KeyboardInterrupt:
+        return
+    finally:
+        # Freeing a million keys one by one at exit takes seconds and serves nobody.
+        sys.stdout.flush()
+        os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

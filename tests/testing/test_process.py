@@ -1,0 +1,176 @@
+"""The emulator as a process: start, stop, death with its parent, command line, and what importing needs."""
+
+from __future__ import annotations
+
+import os
+import re
+import select
+import subprocess
+import sys
+from http.client import HTTPConnection
+
+import pytest
+import requests
+
+from voxlane.testing import Access, Emulator, EmulatorError, Faults
+
+from .conftest import BUCKET
+
+
+def test_life_cycle() -> None:
+    emulator = Emulator(latency_s=0.001, access=Access(bearer_token="t"))
+    with pytest.raises(EmulatorError, match="not running"):
+        _ = emulator.url
+    with emulator:
+        url = emulator.url
+        assert requests.get(f"{url}/storage/v1/b", timeout=10).status_code == 401
+        with pytest.raises(EmulatorError, match="already started"):
+            emulator.start()
+    with pytest.raises(requests.ConnectionError):
+        requests.get(url, timeout=10)
+    with pytest.raises(EmulatorError, match="not running"):
+        emulator.keys("b")
+    emulator.stop()
+    with emulator:
+        emulator.create_bucket("again")
+
+
+def test_it_dies_with_its_parent() -> None:
+    program = (
+        "import os\n"
+        "from voxlane.testing import Emulator\n"
+        "emulator = Emulator().start()\n"
+        "print(emulator.pid, flush=True)\n"
+        "os._exit(0)\n"  # no clean-up of any kind
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    try:
+        server = os.pidfd_open(int(done.stdout))
+    except ProcessLookupError:
+        return
+    try:
+        ended, _, _ = select.select([server], [], [], 30)
+    finally:
+        os.close(server)
+    assert ended
+
+
+def test_a_port_in_use_is_reported(emulator: Emulator) -> None:
+    port = int(emulator.url.rpartition(":")[2])
+    with pytest.raises(EmulatorError, match="did not start"):
+        Emulator(port=port).start()
+
+
+def test_command_line() -> None:
+    command = [
+        sys.executable,
+        "-m",
+        "voxlane.testing",
+        "--bucket",
+        "demo",
+        "--bucket",
+        "more",
+        "--latency-ms",
+        "1",
+    ]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        lines = [process.stdout.readline().strip() for _ in range(3)]
+        url = lines[0]
+        found = requests.get(f"{url}/storage/v1/b", timeout=10).json()["items"]
+        process.terminate()
+    assert re.fullmatch(r"http://127\.0\.0\.1:\d+", url)
+    assert lines[1:] == [f"export STORAGE_EMULATOR_HOST={url}", f"export AWS_ENDPOINT_URL={url}"]
+    assert [bucket["name"] for bucket in found] == ["demo", "more"]
+
+
+def test_importing_needs_no_aiohttp() -> None:
+    program = (
+        "import sys, voxlane.testing\nassert not {'aiohttp', 'uvloop', 'google_crc32c'} & set(sys.modules)\n"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True)
+
+
+def test_a_missing_aiohttp_says_what_to_install() -> None:
+    program = (
+        "import importlib.util\n"
+        "from voxlane.testing import Emulator, EmulatorError\n"
+        "found = importlib.util.find_spec\n"
+        "importlib.util.find_spec = lambda name: None if name == 'aiohttp' else found(name)\n"
+        "try:\n"
+        "    Emulator().start()\n"
+        "except EmulatorError as error:\n"
+        "    print(error)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert "pip install 'voxlane[testing]'" in done.stdout
+
+
+def test_content_through_the_handle(emulator: Emulator) -> None:
+    emulator.put_many(BUCKET, {"b/ü": b"2", "a": b"1", "b/": b""})
+    assert emulator.keys(BUCKET) == ["a", "b/", "b/ü"]
+    assert emulator.keys(BUCKET, prefix="b/") == ["b/", "b/ü"]
+    assert emulator.get(BUCKET, "b/ü") == b"2"
+    emulator.delete(BUCKET, "a")
+    with pytest.raises(KeyError):
+        emulator.get(BUCKET, "a")
+    with pytest.raises(KeyError):
+        emulator.delete(BUCKET, "a")
+    with pytest.raises(KeyError):
+        emulator.put("none", "k", b"")
+    emulator.wipe()
+    with pytest.raises(KeyError):
+        emulator.keys(BUCKET)
+    assert emulator.counters().requests == 0
+
+
+def test_put_many_beyond_one_request(emulator: Emulator) -> None:
+    contents = {str(i): bytes([i]) * (30 << 20) for i in range(3)}
+    emulator.put_many(BUCKET, contents)
+    assert all(emulator.get(BUCKET, key) == data for key, data in contents.items())
+
+
+def test_fill_is_cheap(emulator: Emulator) -> None:
+    assert emulator.fill(BUCKET, 200_000, key="img-{:08d}.bin", size_bytes=1 << 30) == 200_000
+    assert emulator.fill(BUCKET, 2, key="more-{}", first=5) == 2
+    assert emulator.keys(BUCKET, prefix="more") == ["more-5", "more-6"]
+    first = requests.get(
+        f"{emulator.url}/{BUCKET}/img-00000000.bin", headers={"Range": "bytes=1073741814-"}, timeout=10
+    )
+    assert len(first.content) == 10
+
+
+def test_admin_refuses_nonsense(emulator: Emulator) -> None:
+    connection = HTTPConnection("127.0.0.1", int(emulator.url.rpartition(":")[2]), timeout=10)
+    connection.request("PUT", "/_emulator/faults", b'{"error_rate": 7}')
+    answer = connection.getresponse()
+    assert answer.status == 400
+    assert b"error_rate" in answer.read()
+    connection.close()
+
+
+def test_counters(emulator: Emulator) -> None:
+    url = f"{emulator.url}/{BUCKET}/k"
+    requests.put(url, data=b"12345", timeout=10)
+    requests.get(url, timeout=10)
+    requests.get(url, headers={"Range": "bytes=0-1"}, timeout=10)
+    requests.head(url, timeout=10)
+    requests.get(url + "-none", timeout=10)
+    requests.delete(url, timeout=10)
+    found = emulator.counters()
+    assert (found.put.requests, found.put.bytes_in, found.put.statuses) == (1, 5, {200: 1})
+    assert (found.get.requests, found.get.statuses) == (3, {200: 1, 206: 1, 404: 1})
+    assert found.get.bytes_out > 7
+    assert (found.head.requests, found.head.bytes_out) == (1, 0)
+    assert (found.delete.requests, found.requests) == (1, 6)
+    assert found.max_concurrent >= 1
+    assert found.statuses == {200: 3, 206: 1, 404: 1, 204: 1}
+    assert found.cpu_s > 0
+    emulator.reset_counters()
+    assert emulator.counters().requests == 0
+
+
+def test_faults_do_not_touch_the_handle(emulator: Emulator) -> None:
+    emulator.set_faults(Faults(error_rate=1.0))
+    emulator.put(BUCKET, "k", b"1")
+    assert emulator.get(BUCKET, "k") == b"1"

@@ -53,6 +53,10 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
                 raise ConfigError(
                     f"voxlane.DataLoader takes no {name}", fix="Give shuffle and seed to the dataset, which keeps order"
                 )
+        if not isinstance(dataset, MapDataset | IterableDataset):
+            raise ConfigError(
+                f"voxlane.DataLoader over a {type(dataset).__name__}", fix="Use torch's DataLoader for other datasets"
+            )
         if batch_size < 1:
             raise ConfigError(f"batch_size={batch_size}", fix="Give 1 or more")
         dataset.keep_place = True
@@ -62,13 +66,9 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
         if isinstance(dataset, IterableDataset):
             dataset.block = batch_size
             super().__init__(dataset, batch_size, drop_last=drop_last, collate_fn=collate, **arguments)
-        elif isinstance(dataset, MapDataset):
+        else:
             sampler = BatchSampler(dataset.sampler(), batch_size, drop_last)
             super().__init__(dataset, batch_sampler=sampler, collate_fn=collate, **arguments)
-        else:
-            raise ConfigError(
-                f"voxlane.DataLoader over a {type(dataset).__name__}", fix="Use torch's DataLoader for other datasets"
-            )
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]  # torch names its private iterator
         dataset: Any = self.dataset

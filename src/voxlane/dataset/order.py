@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 import numpy as np
+import numpy.random  # here, so that forked workers need not import it
 import numpy.typing as npt
 
 from voxlane.errors import ConfigError, StateError

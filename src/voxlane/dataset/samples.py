@@ -89,24 +89,11 @@ class Source:
             self._manifest = manifest
         return self._manifest
 
-    @property
-    def folder(self) -> str:
-        """The start of every key that is the listed folder: `a/b/` for `gs://bucket/a/b/` and for `gs://bucket/a/b`
-        when all keys lie below `a/b/`, else `a/`."""
-        prefix = uris.parse(self.uri).key
-        if (
-            prefix
-            and not prefix.endswith("/")
-            and pc.all(pc.starts_with(self.manifest.table["key"], prefix + "/")).as_py()
-        ):
-            return prefix + "/"
-        return prefix[: prefix.rfind("/") + 1]
-
     def _list(self) -> Manifest:
         self._enter_process()
         prefix = uris.parse(self.uri).key
         pages = None
-        if self.store.scheme == "gs" and self._compose != "off":
+        if self.store.scheme == "gs" and (self._compose == "on" or (self._compose == "auto" and AUTO_COMPOSE_MAX_BYTES)):
             json_api = GcsJson(self.store)  # composed download needs generations
             pages = lambda start: json_api.pages(prefix, start)  # noqa: E731
         manifest = list_objects(
@@ -202,7 +189,7 @@ class Samples:
     def _sample_names(self, source: Source) -> list[str]:
         if self._key is not None:
             return [self._key(key) for key in source.manifest.keys()]
-        start = len(source.folder)
+        start = len(source.manifest.folder)
         parts = [key[start:].rpartition("/") for key in source.manifest.keys()]
         return [folder + slash + name.split(".", 1)[0] for folder, slash, name in parts]
 

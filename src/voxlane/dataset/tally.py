@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch.utils.data import get_worker_info
 
@@ -11,14 +14,34 @@ from voxlane.store.counters import FIELDS, KINDS, Counters, Traffic, traffic
 _SLOTS = 257
 """One for the main process and one a worker; workers beyond 256 share, and may then miscount."""
 _CELLS = len(KINDS) * len(FIELDS)
+_SKIPPED = _CELLS
+_EPOCH, _CONSUMED = 0, 1
 
 
 class Tally:
-    """Requests and skipped samples of a dataset over all processes that hold it, and the epoch they are in."""
+    """Requests and skipped samples of a dataset over all processes that hold it, and the epoch they are in.
+
+    A tensor in shared memory, because that is what reaches DataLoader workers both by fork and by spawn. All work on
+    it goes through numpy: torch's own kernels may wait for OpenMP threads that a forked child does not have.
+    """
 
     def __init__(self) -> None:
-        self._cells = _shared(_SLOTS, _CELLS + 1)
-        self._progress = _shared(2)
+        rows, columns = _SLOTS + 1, _CELLS + 1  # the last row holds the epoch's progress
+        # Fresh pages are zero.
+        storage = torch.UntypedStorage._new_shared(rows * columns * 8)  # type: ignore[no-untyped-call]
+        self._tensor = torch.empty(0, dtype=torch.int64).set_(storage, 0, (rows, columns), (columns, 1))
+        self._view()
+
+    def _view(self) -> None:
+        table: npt.NDArray[np.int64] = self._tensor.numpy()
+        self._table, self._progress = table[:_SLOTS], table[_SLOTS]
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"_tensor": self._tensor}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self._tensor = state["_tensor"]
+        self._view()
 
     @staticmethod
     def _slot() -> int:
@@ -27,41 +50,32 @@ class Tally:
 
     def counters(self) -> Counters:
         """Counters of this process."""
-        row = self._cells[self._slot(), :_CELLS].numpy()
-        return Counters(row.reshape(len(KINDS), len(FIELDS)))
+        return Counters(self._table[self._slot(), :_CELLS].reshape(len(KINDS), len(FIELDS)))
 
     def add_skipped(self) -> None:
         """Count one sample left out."""
-        self._cells[self._slot(), _CELLS] += 1
+        self._table[self._slot(), _SKIPPED] += 1
 
     @property
     def skipped(self) -> int:
         """Samples left out so far."""
-        return int(self._cells[:, _CELLS].sum())
+        return int(self._table[:, _SKIPPED].sum())
 
     def traffic(self) -> Traffic:
         """Requests and bytes of all processes so far."""
-        rows = self._cells[:, :_CELLS].numpy().reshape(_SLOTS, len(KINDS), len(FIELDS))
-        return traffic([rows.sum(axis=0, dtype=np.int64)])
+        return traffic([self._table[:, :_CELLS].sum(axis=0).reshape(len(KINDS), len(FIELDS))])
 
     @property
     def epoch(self) -> int:
         """The epoch that iteration is in or will start with."""
-        return int(self._progress[0])
+        return int(self._progress[_EPOCH])
 
     @property
     def consumed(self) -> int:
         """Samples of that epoch's global order that were taken before iteration starts."""
-        return int(self._progress[1])
+        return int(self._progress[_CONSUMED])
 
     def start(self, epoch: int, consumed: int) -> None:
         """Set where the next iteration starts; workers that are running already see it too."""
-        self._progress[0] = epoch
-        self._progress[1] = consumed
-
-
-def _shared(*shape: int) -> torch.Tensor:
-    """Zeros that every process sees which inherits or unpickles them from a DataLoader."""
-    tensor = torch.zeros(shape, dtype=torch.int64)
-    tensor.share_memory_()  # type: ignore[no-untyped-call]
-    return tensor
+        self._progress[_EPOCH] = epoch
+        self._progress[_CONSUMED] = consumed

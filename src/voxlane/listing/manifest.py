@@ -94,6 +94,15 @@ class Manifest:
         return np.asarray(self.table["size"].to_numpy())
 
     @property
+    def folder(self) -> str:
+        """The start of every key that is the listed folder: `a/b/` for `gs://bucket/a/b/` and for `gs://bucket/a/b`
+        when all keys lie below `a/b/`, else `a/`."""
+        prefix = uris.parse(self.uri).key
+        if prefix and not prefix.endswith("/") and pc.all(pc.starts_with(self.table["key"], prefix + "/")).as_py():
+            return prefix + "/"
+        return prefix[: prefix.rfind("/") + 1]
+
+    @property
     def total_bytes(self) -> int:
         """Bytes of all objects."""
         return int(self.sizes.sum())
@@ -135,9 +144,8 @@ class Manifest:
         if pattern.startswith("*") and not re.search(r"[*?\[]", suffix):
             return pc.ends_with(self.table["key"], suffix)
         fits = re.compile(fnmatch.translate(pattern)).match
-        folder = len(uris.parse(self.uri).key.rpartition("/")[0])
-        folder += folder > 0  # patterns see the part of the key below the folder that was listed, and the whole key
-        return pa.array([bool(fits(k) or fits(k[folder:])) for k in self.table["key"].to_pylist()], pa.bool_())
+        start = len(self.folder)  # a pattern may be meant for the whole key or for what is below the listed folder
+        return pa.array([bool(fits(k) or fits(k[start:])) for k in self.table["key"].to_pylist()], pa.bool_())
 
     def save(self, uri: str, config: StoreConfig | None = None) -> None:
         """Write as Parquet to any URI or path, atomically."""

@@ -6,8 +6,7 @@ partition the key space, so every key is seen once, and joined in order they are
 a bad guess only costs a request that finds nothing.
 
 All this holds for servers that list in byte order, as S3 and GCS do. Some compatible servers list folder by folder;
-a page out of order, or a cut whose sides such a server would order differently, is noticed and the listing starts
-again sequentially.
+a page out of order, or a cut whose two sides do not join, gives them away, and the listing starts again sequentially.
 """
 
 from __future__ import annotations
@@ -15,6 +14,7 @@ from __future__ import annotations
 import string
 import threading
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 from typing import Any
 
 import pyarrow as pa
@@ -26,6 +26,8 @@ Pages = Callable[[str | None], Iterator[Any]]
 """From a key to start after (None: the start) to Arrow batches with a `key` column, in order."""
 
 _PAGES_BEFORE_STEALING = 2
+_MIN_PAGES_TO_SPLIT = 1.5
+"""A range is cut when it is thought to have this many pages left; the thought is corrected with every page."""
 _SLOW_START = 4
 """At most this many ranges are open for each page seen after the first ones, so that a small bucket costs what a
 sequential listing costs, and a larger one few extra requests."""
@@ -43,8 +45,14 @@ class _Range:
         self.high = high
         self.cursor: str | None = None
         """Last key seen; None before the first page."""
+        self.first = ""
+        """First key seen."""
+        self.beyond = ""
+        """The key above `high` that ended the range."""
+        self.pages = 0
         self.batches: list[Any] = []
         self.splittable = True
+        """False while a cut is known to be useless, until the next page."""
 
 
 class ParallelLister:
@@ -59,6 +67,7 @@ class ParallelLister:
         self._ranges: list[_Range] = []  # every one ever opened, by low
         self._active: dict[_Range, threading.Thread] = {}
         self._pages_seen = 0
+        self._page_keys = 0
         self._alphabet: list[str] = []
         self._failure: BaseException | None = None
 
@@ -74,7 +83,15 @@ class ParallelLister:
                 raise
         if self._failure is not None:
             raise self._failure
+        self._check_cuts()
         return [batch for r in self._ranges for batch in r.batches]
+
+    def _check_cuts(self) -> None:
+        """Where servers might disagree on which side of a cut a key lies, this one must show the same key first to
+        the range above the cut as it showed last to the range below."""
+        for r, above in pairwise(self._ranges):
+            if r.beyond and r.high and split.disputed(r.beyond, r.high) and r.beyond != above.first:
+                raise OutOfOrder(f"{r.beyond!r} ended a range that ends at {r.high!r}, but does not start the next")
 
     def _open(self, r: _Range, *, at: int) -> None:
         """Start listing a range on a thread of its own. The lock is held."""
@@ -111,16 +128,18 @@ class ParallelLister:
         kept, ended = page, False
         if r.high is not None and last > r.high:
             inside = _count_up_to(keys, r.high)
-            if split.disputed(keys[inside].as_py(), r.high):
-                raise OutOfOrder(f"{keys[inside].as_py()!r} beside {r.high!r}")
+            r.beyond = keys[inside].as_py()
             kept, ended = page.slice(0, inside), True
         if self._prefix and not (first.startswith(self._prefix) and last.startswith(self._prefix)):
             mask = pc.starts_with(kept.column("key"), self._prefix)
             kept, ended = kept.filter(mask), ended or (last > self._prefix and not last.startswith(self._prefix))
         self._learn(keys)
         self._pages_seen += 1
+        self._page_keys = max(self._page_keys, count)
         r.cursor = last
-        r.splittable = True
+        r.first = r.first or first
+        r.pages += 1
+        r.splittable = count == self._page_keys  # a short page is the last one
         if kept.num_rows:
             r.batches.append(kept)
             self._on_keys(kept.num_rows)
@@ -142,8 +161,10 @@ class ParallelLister:
             victims = [r for r in self._active if r.cursor is not None and r.splittable]
             if not victims:
                 return
-            victim = max(victims, key=self._remaining)
+            victim = max(victims, key=self._pages_left)
             assert victim.cursor is not None
+            if self._pages_left(victim) < _MIN_PAGES_TO_SPLIT:
+                return
             cut = split.midpoint(victim.cursor, victim.high, self._prefix, self._alphabet)
             if cut is None:
                 victim.splittable = False  # until its next page
@@ -152,11 +173,12 @@ class ParallelLister:
             victim.high = cut
             self._open(thief, at=self._ranges.index(victim) + 1)
 
-    def _remaining(self, r: _Range) -> float:
+    def _pages_left(self, r: _Range) -> float:
+        """A guess from how much of the key space the pages seen so far have covered."""
         assert r.cursor is not None
-        start = split.position(r.cursor, len(self._prefix), self._alphabet)
-        end = 1.0 if r.high is None else split.position(r.high, len(self._prefix), self._alphabet)
-        return end - start
+        if r.high is None:
+            return float("inf")
+        return r.pages * split.share_left(r.first, r.cursor, r.high, self._alphabet)
 
 
 def _ascending(keys: Any) -> bool:

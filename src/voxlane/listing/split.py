@@ -46,10 +46,11 @@ def usable(key: str) -> str | None:
     return "/".join(segments) or None
 
 
-def position(key: str, shared: int, alphabet: Sequence[str]) -> float:
-    """Where `key` lies among all strings that start with its first `shared` characters, in [0, 1)."""
-    digits = 10
-    return _number(key[shared:], digits, alphabet) / float((len(alphabet) + 1) ** digits)
+def share_left(first: str, cursor: str, high: str, alphabet: Sequence[str]) -> float:
+    """How much of the key space from `first` to `high` lies beyond `cursor`, relative to what lies before it."""
+    shared = _common_length(first, high)
+    start, here, end = (_number(key[shared:], 10, alphabet) for key in (first, cursor, high))
+    return (end - here) / max(1, here - start)
 
 
 def disputed(key: str, other: str) -> bool:

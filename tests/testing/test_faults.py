@@ -27,9 +27,7 @@ def url_of(emulator: Emulator, key: str = "k") -> str:
 def raw_answer(emulator: Emulator, key: str, stop_after: int = 1 << 30) -> tuple[bytes, bytes]:
     """Headers and body bytes of a GET as they arrive, until the server closes or ``stop_after`` bytes."""
     received = b""
-    with socket.create_connection(
-        ("127.0.0.1", int(emulator.url.rpartition(":")[2])), timeout=20
-    ) as connection:
+    with socket.create_connection(("127.0.0.1", int(emulator.url.rpartition(":")[2])), timeout=20) as connection:
         connection.sendall(f"GET /{BUCKET}/{key} HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n".encode())
         with contextlib.suppress(ConnectionResetError):
             while len(received) < stop_after and (data := connection.recv(1 << 16)):
@@ -165,9 +163,7 @@ def test_the_order_of_arrival_does_not_matter(seed: int, keys: list[str]) -> Non
 
 
 def test_rates_are_met() -> None:
-    faults = Faults(
-        error_rate=0.2, error_statuses=(429, 500), cut_rate=0.1, truncate_rate=0.1, stall_rate=0.1
-    )
+    faults = Faults(error_rate=0.2, error_statuses=(429, 500), cut_rate=0.1, truncate_rate=0.1, stall_rate=0.1)
     rolled = [fate for each in fates(faults, [str(i) for i in range(4000)]).values() for fate in each]
 
     def share(chosen: list[bool]) -> float:

@@ -147,9 +147,7 @@ def test_compose(gcs: storage.Client, emulator: Emulator) -> None:
     sources = [bucket.get_blob(f"p{i}") for i in range(3)]
     target = bucket.blob("joined")
     target.content_type = "image/x"
-    target.compose(
-        sources, if_generation_match=0, if_source_generation_match=[each.generation for each in sources]
-    )
+    target.compose(sources, if_generation_match=0, if_source_generation_match=[each.generation for each in sources])
     expected = b"".join(bytes([i]) * 10 for i in range(3))
     assert target.download_as_bytes() == expected
     target.reload()
@@ -190,9 +188,7 @@ def test_a_composite_etag_changes_with_the_generation(gcs: storage.Client, emula
     tags = set()
     for _ in range(2):
         bucket.blob("t").compose([bucket.blob("p")])
-        headers = requests.get(
-            f"{emulator.url}/{BUCKET}/t", headers={"x-goog-user-project": "p"}, timeout=10
-        ).headers
+        headers = requests.get(f"{emulator.url}/{BUCKET}/t", headers={"x-goog-user-project": "p"}, timeout=10).headers
         assert headers["x-goog-component-count"] == "1"
         assert "md5" not in headers["x-goog-hash"]
         tags.add(headers["ETag"])

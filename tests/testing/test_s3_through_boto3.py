@@ -24,9 +24,7 @@ def code(error: pytest.ExceptionInfo[ClientError]) -> str:
 def test_put_with_trailing_checksum(s3: Any, emulator: Emulator) -> None:
     # A file body with a checksum is sent aws-chunked, with the checksum in a trailer.
     data = os.urandom(200_000)
-    s3.put_object(
-        Bucket=BUCKET, Key="k", Body=io.BytesIO(data), ChecksumAlgorithm="SHA256", Metadata={"a": "b"}
-    )
+    s3.put_object(Bucket=BUCKET, Key="k", Body=io.BytesIO(data), ChecksumAlgorithm="SHA256", Metadata={"a": "b"})
     assert emulator.get(BUCKET, "k") == data
     found = s3.get_object(Bucket=BUCKET, Key="k")
     assert found["Body"].read() == data
@@ -35,9 +33,7 @@ def test_put_with_trailing_checksum(s3: Any, emulator: Emulator) -> None:
     assert "ContentEncoding" not in found
 
 
-@pytest.mark.parametrize(
-    ("header", "expected"), [("bytes=2-4", b"234"), ("bytes=7-", b"789"), ("bytes=-2", b"89")]
-)
+@pytest.mark.parametrize(("header", "expected"), [("bytes=2-4", b"234"), ("bytes=7-", b"789"), ("bytes=-2", b"89")])
 def test_ranges(s3: Any, emulator: Emulator, header: str, expected: bytes) -> None:
     emulator.put(BUCKET, "k", b"0123456789")
     found = s3.get_object(Bucket=BUCKET, Key="k", Range=header)
@@ -84,9 +80,7 @@ KEYS = ["a", "a b+c%", "a//b", "foo/", "foo/bar", "img-", "img-1", "z/ünï", "z
 
 @pytest.mark.parametrize("version", ["list_objects", "list_objects_v2"])
 @pytest.mark.parametrize("size", [1, 2, 1000])
-def test_pages_of_any_size_give_all_keys_in_utf8_order(
-    s3: Any, emulator: Emulator, version: str, size: int
-) -> None:
+def test_pages_of_any_size_give_all_keys_in_utf8_order(s3: Any, emulator: Emulator, version: str, size: int) -> None:
     emulator.put_many(BUCKET, dict.fromkeys(KEYS, b"x"))
     pages = s3.get_paginator(version).paginate(Bucket=BUCKET, PaginationConfig={"PageSize": size})
     found = [row["Key"] for page in pages for row in page.get("Contents", [])]
@@ -97,9 +91,7 @@ def test_pages_of_any_size_give_all_keys_in_utf8_order(
 @pytest.mark.parametrize("size", [1, 1000])
 def test_delimiter_rolls_up_across_pages(s3: Any, emulator: Emulator, version: str, size: int) -> None:
     emulator.put_many(BUCKET, dict.fromkeys(KEYS, b"x"))
-    pages = list(
-        s3.get_paginator(version).paginate(Bucket=BUCKET, Delimiter="/", PaginationConfig={"PageSize": size})
-    )
+    pages = list(s3.get_paginator(version).paginate(Bucket=BUCKET, Delimiter="/", PaginationConfig={"PageSize": size}))
     keys = [row["Key"] for page in pages for row in page.get("Contents", [])]
     prefixes = [row["Prefix"] for page in pages for row in page.get("CommonPrefixes", [])]
     assert keys == ["a", "a b+c%", "img-", "img-1", "\u007f", "\uffee"]
@@ -128,9 +120,7 @@ def test_copy_keeps_or_replaces_metadata(s3: Any) -> None:
     s3.put_object(Bucket=BUCKET, Key="ü b", Body=b"1", Metadata={"a": "1"}, ContentType="text/plain")
     source = {"Bucket": BUCKET, "Key": "ü b"}
     s3.copy_object(Bucket=BUCKET, Key="kept", CopySource=source)
-    s3.copy_object(
-        Bucket=BUCKET, Key="new", CopySource=source, MetadataDirective="REPLACE", Metadata={"c": "3"}
-    )
+    s3.copy_object(Bucket=BUCKET, Key="new", CopySource=source, MetadataDirective="REPLACE", Metadata={"c": "3"})
     kept, new = s3.head_object(Bucket=BUCKET, Key="kept"), s3.head_object(Bucket=BUCKET, Key="new")
     assert (kept["Metadata"], kept["ContentType"]) == ({"a": "1"}, "text/plain")
     assert new["Metadata"] == {"c": "3"}
@@ -160,14 +150,10 @@ def test_multipart_step_by_step(s3: Any, emulator: Emulator) -> None:
     assert (held.upload_id, held.key, held.parts[2]) == (upload, "k", 4)
     parts = [{"PartNumber": number, "ETag": tags[number]} for number in (1, 2, 3)]
     with pytest.raises(ClientError) as error:
-        s3.complete_multipart_upload(
-            Bucket=BUCKET, Key="k", UploadId=upload, MultipartUpload={"Parts": parts[::-1]}
-        )
+        s3.complete_multipart_upload(Bucket=BUCKET, Key="k", UploadId=upload, MultipartUpload={"Parts": parts[::-1]})
     assert code(error) == "InvalidPartOrder"
     assert "k" not in emulator.keys(BUCKET)
-    done = s3.complete_multipart_upload(
-        Bucket=BUCKET, Key="k", UploadId=upload, MultipartUpload={"Parts": parts}
-    )
+    done = s3.complete_multipart_upload(Bucket=BUCKET, Key="k", UploadId=upload, MultipartUpload={"Parts": parts})
     digests = b"".join(hashlib.md5(data).digest() for data in (first, second, b"234"))
     assert done["ETag"] == f'"{hashlib.md5(digests).hexdigest()}-3"'
     assert emulator.get(BUCKET, "k") == first + second + b"234"

@@ -93,9 +93,7 @@ def test_lists_many_pages_in_order(store: Store, emulator: Emulator) -> None:
     assert emulator.counters().list.requests == 4
 
 
-@pytest.mark.parametrize(
-    "key", ["img-", "a b+c%", "Ünï/cödé ☃ 𝄞", "q?x=1&y", "#hash", "quote'\"<>&", "~tilde"]
-)
+@pytest.mark.parametrize("key", ["img-", "a b+c%", "Ünï/cödé ☃ 𝄞", "q?x=1&y", "#hash", "quote'\"<>&", "~tilde"])
 def test_keys_survive(store: Store, emulator: Emulator, key: str) -> None:
     store.put(key, b"x")
     assert emulator.keys(BUCKET) == [key]

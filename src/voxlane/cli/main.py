@@ -163,10 +163,13 @@ def _add_clean(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 
 def _clean(options: argparse.Namespace) -> int:
+    from voxlane.errors import ConfigError
     from voxlane.store import Store
     from voxlane.store.leftovers import find_leftovers
 
     store = Store(options.uri, _store_config(options))
+    if store.scheme != "gs":
+        raise ConfigError("composed download, and so its leftovers, exist on GCS only", uri=options.uri)
     leftovers = find_leftovers(store, older_than_s=options.older_than * 60)
     if not options.dry_run:
         store.delete([entry.key for entry in leftovers])

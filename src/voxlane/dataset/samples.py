@@ -93,7 +93,9 @@ class Source:
         self._enter_process()
         prefix = uris.parse(self.uri).key
         pages = None
-        if self.store.scheme == "gs" and (self._compose == "on" or (self._compose == "auto" and AUTO_COMPOSE_MAX_BYTES)):
+        if self.store.scheme == "gs" and (
+            self._compose == "on" or (self._compose == "auto" and AUTO_COMPOSE_MAX_BYTES)
+        ):
             json_api = GcsJson(self.store)  # composed download needs generations
             pages = lambda start: json_api.pages(prefix, start)  # noqa: E731
         manifest = list_objects(

@@ -16,14 +16,10 @@ _PARENT_CHECK_S = 1.0
 
 
 def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m voxlane.testing", description="An object store in memory."
-    )
+    parser = argparse.ArgumentParser(prog="python -m voxlane.testing", description="An object store in memory.")
     parser.add_argument("--port", type=int, default=0, help="port on 127.0.0.1; 0 (default) takes a free one")
     parser.add_argument("--bucket", action="append", default=[], help="bucket to create; may be repeated")
-    parser.add_argument(
-        "--latency-ms", type=float, default=0.0, help="delay of every answer, in milliseconds"
-    )
+    parser.add_argument("--latency-ms", type=float, default=0.0, help="delay of every answer, in milliseconds")
     parser.add_argument("--bearer-token", help="token that GCS requests must carry")
     parser.add_argument("--access-key-id", help="access key that S3 requests must be signed with")
     # Given by the Emulator class: end with that process, and print only the URL.
@@ -41,9 +37,7 @@ async def _serve(arguments: argparse.Namespace) -> None:
     url = f"http://127.0.0.1:{sock.getsockname()[1]}"
     emulation = Emulation(url)
     emulation.admin.dice = Dice(Faults(latency_s=arguments.latency_ms / 1000))
-    emulation.admin.access = Access(
-        bearer_token=arguments.bearer_token, access_key_id=arguments.access_key_id
-    )
+    emulation.admin.access = Access(bearer_token=arguments.bearer_token, access_key_id=arguments.access_key_id)
     for bucket in arguments.bucket:
         emulation.objects.create(bucket)
     await serve(sock, emulation)

@@ -47,9 +47,7 @@ class Admin:
         """Carry out a call; raises :class:`RefusedError`, and ValueError for a bad Faults or Access."""
         op = self._ops.get((call.method, call.op))
         if op is None:
-            raise refusals.RefusedError(
-                404, "NotFound", f"No admin request {call.method} {call.op}", "notFound"
-            )
+            raise refusals.RefusedError(404, "NotFound", f"No admin request {call.method} {call.op}", "notFound")
         return op(call)
 
     def _health(self, call: Call) -> Reply:
@@ -89,9 +87,7 @@ class Admin:
         keys = self._objects.need(call.arg("bucket")).keys()
         prefix = call.arg("prefix")
         end = after_prefix(prefix)
-        return json_reply(
-            [key for key in keys if key >= prefix and (end is None or key < end)] if prefix else keys
-        )
+        return json_reply([key for key in keys if key >= prefix and (end is None or key < end)] if prefix else keys)
 
     def _get(self, call: Call) -> Reply:
         stored = self._objects.need(call.arg("bucket")).need(call.arg("key"))

@@ -109,9 +109,7 @@ def _xml_dialect(headers: Mapping[str, str], query: Mapping[str, list[str]]) -> 
     return "gcs" if any(name.lower().startswith("x-goog-") for name in headers) else "s3"
 
 
-def _xml_op(
-    method: str, bucket: str, key: str, query: Mapping[str, list[str]], headers: Mapping[str, str]
-) -> str:
+def _xml_op(method: str, bucket: str, key: str, query: Mapping[str, list[str]], headers: Mapping[str, str]) -> str:
     if not bucket:
         return "list_buckets" if method == "GET" else "unknown"
     if not key:
@@ -161,9 +159,7 @@ def _sort_json(method: str, path: str, query: Mapping[str, list[str]], headers: 
 def _json_op(method: str, area: str, names: list[str], query: Mapping[str, list[str]]) -> str:
     if area == "upload/":
         if "upload_id" in query:
-            return {"PUT": "upload_chunk", "POST": "upload_chunk", "DELETE": "upload_cancel"}.get(
-                method, "unknown"
-            )
+            return {"PUT": "upload_chunk", "POST": "upload_chunk", "DELETE": "upload_cancel"}.get(method, "unknown")
         resumable = query.get("uploadType") == ["resumable"]
         return "unknown" if method != "POST" else "upload_start" if resumable else "upload"
     match names:
@@ -185,12 +181,8 @@ def _json_op(method: str, area: str, names: list[str], query: Mapping[str, list[
             return "object_list" if method == "GET" else "unknown"
         case ["b", _, "o", _]:
             if method == "GET":
-                return (
-                    "object_media" if area == "download/" or query.get("alt") == ["media"] else "object_get"
-                )
-            return {"DELETE": "object_delete", "PATCH": "object_patch", "PUT": "object_update"}.get(
-                method, "unknown"
-            )
+                return "object_media" if area == "download/" or query.get("alt") == ["media"] else "object_get"
+            return {"DELETE": "object_delete", "PATCH": "object_patch", "PUT": "object_update"}.get(method, "unknown")
         case ["b", _, "o", _, "compose"]:
             return "compose" if method == "POST" else "unknown"
         case ["b", _, "o", _, ("rewriteTo" | "copyTo") as verb, "b", _, "o", _]:

@@ -169,9 +169,7 @@ class Emulator:
         """Remove an object; KeyError when there is none."""
         self._ask("DELETE", "object", {"bucket": bucket, "key": key})
 
-    def fill(
-        self, bucket: str, count: int, *, key: str = "img-{:08d}.bin", size_bytes: int = 0, first: int = 0
-    ) -> int:
+    def fill(self, bucket: str, count: int, *, key: str = "img-{:08d}.bin", size_bytes: int = 0, first: int = 0) -> int:
         """Store ``count`` synthetic objects, cheaply; returns ``count``.
 
         ``key`` is a format with one place, for the numbers ``[first, first + count)``. The content of each is
@@ -264,6 +262,4 @@ def _child_environment() -> dict[str, str]:
     """This process's environment, with the package importable even when it is not installed."""
     package_root = str(Path(__file__).resolve().parents[2])
     inherited = os.environ.get("PYTHONPATH")
-    return os.environ | {
-        "PYTHONPATH": os.pathsep.join([package_root, inherited] if inherited else [package_root])
-    }
+    return os.environ | {"PYTHONPATH": os.pathsep.join([package_root, inherited] if inherited else [package_root])}

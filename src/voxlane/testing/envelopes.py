@@ -89,9 +89,7 @@ def split_batch(body: bytes, content_type: str) -> list[BatchedCall]:
         url = urlsplit(words[1])
         target = url.path + (f"?{url.query}" if url.query else "")
         headers, inner = split_headers(rest)
-        calls.append(
-            BatchedCall(outer.get("content-id", ""), words[0].upper(), target, headers, inner.rstrip(b"\r\n"))
-        )
+        calls.append(BatchedCall(outer.get("content-id", ""), words[0].upper(), target, headers, inner.rstrip(b"\r\n")))
     return calls
 
 

@@ -69,9 +69,7 @@ class Faults:
             raise ValueError(f"Faults.kinds has {sorted(unknown)}: choose from {', '.join(KINDS)}")
         bad = [status for status in self.error_statuses if not 400 <= status <= 599]
         if bad or not self.error_statuses:
-            raise ValueError(
-                f"Faults.error_statuses is {self.error_statuses!r}: give statuses from 400 to 599"
-            )
+            raise ValueError(f"Faults.error_statuses is {self.error_statuses!r}: give statuses from 400 to 599")
 
     def to_json(self) -> dict[str, Any]:
         """A form that :func:`json.dumps` takes."""

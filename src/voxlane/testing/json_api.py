@@ -244,9 +244,7 @@ class JsonApi:
     def _upload(self, call: Call) -> Reply:
         content_type = call.headers.get("Content-Type", "application/octet-stream")
         if call.arg("uploadType") != "multipart":
-            return self._store(
-                call.bucket, call.key, {"contentType": content_type}, call.body, _conditions(call), call
-            )
+            return self._store(call.bucket, call.key, {"contentType": content_type}, call.body, _conditions(call), call)
         parts = split_multipart(call.body, content_type)
         if len(parts) != 2:
             raise refusals.invalid("A multipart upload has a metadata part and a media part")
@@ -292,9 +290,7 @@ class JsonApi:
             total = str(len(data))
         elif first is not None:
             if int(first) > len(data):
-                raise RefusedError(
-                    503, "ServiceUnavailable", f"Expected byte {len(data)}, got {first}", "backendError"
-                )
+                raise RefusedError(503, "ServiceUnavailable", f"Expected byte {len(data)}, got {first}", "backendError")
             # A client that resumes may send again what was already received.
             data += call.body[len(data) - int(first) :]
         if total == "*" or int(total) > len(data):
@@ -358,9 +354,7 @@ class JsonApi:
 
     def _bucket_delete(self, call: Call) -> Reply:
         if len(self._objects.need(call.bucket)):
-            raise RefusedError(
-                409, "BucketNotEmpty", "The bucket you tried to delete is not empty.", "conflict"
-            )
+            raise RefusedError(409, "BucketNotEmpty", "The bucket you tried to delete is not empty.", "conflict")
         del self._objects.buckets[call.bucket]
         return Reply(204)
 
@@ -368,9 +362,7 @@ class JsonApi:
         self._objects.need(call.bucket)
         asked = call.query.get("permissions", [])
         held = [each for each in asked if each not in self.access.denied_permissions]
-        return json_reply(
-            {"kind": "storage#testIamPermissionsResponse"} | ({"permissions": held} if held else {})
-        )
+        return json_reply({"kind": "storage#testIamPermissionsResponse"} | ({"permissions": held} if held else {}))
 
     def _storage_layout(self, call: Call) -> Reply:
         self._objects.need(call.bucket)
@@ -479,9 +471,7 @@ def _check_declared(resource: Mapping[str, Any], stored: Stored) -> None:
     for name, actual in (("md5Hash", md5), ("crc32c", stored.crc32c())):
         declared = resource.get(name)
         if declared is not None and declared != actual:
-            raise refusals.invalid(
-                f'Provided {name} "{declared}" doesn\'t match calculated {name} "{actual}".'
-            )
+            raise refusals.invalid(f'Provided {name} "{declared}" doesn\'t match calculated {name} "{actual}".')
 
 
 def _media_head(stored: Stored) -> str:

@@ -54,9 +54,7 @@ class Renderer:
         """The resource of one object as JSON text, kept with the object."""
         found = stored.rendered.get("json " + bucket)
         if found is None:
-            found = stored.rendered["json " + bucket] = json.dumps(
-                self._members(bucket, stored), ensure_ascii=False
-            )
+            found = stored.rendered["json " + bucket] = json.dumps(self._members(bucket, stored), ensure_ascii=False)
         return found
 
     def items(self, bucket: Bucket, keys: Sequence[str], fields: Collection[str] | None) -> Iterable[str]:

@@ -36,9 +36,7 @@ def after_prefix(prefix: str) -> str | None:
     return None
 
 
-def plan_page(
-    keys: Sequence[str], *, prefix: str, delimiter: str, start: str, end: str | None, limit: int
-) -> Page:
+def plan_page(keys: Sequence[str], *, prefix: str, delimiter: str, start: str, end: str | None, limit: int) -> Page:
     """The page of at most ``limit`` keys and prefixes in ``[start, end)`` that begin with ``prefix``."""
     low = bisect_left(keys, max(start, prefix))
     high = _cut(keys, after_prefix(prefix))

@@ -56,9 +56,7 @@ class Stored:
             crc = 0
             for view in self.body.slices(0, self.body.size):
                 # The extension takes bytes only; a view of a whole bytes object lends it without a copy.
-                data = (
-                    view.obj if isinstance(view.obj, bytes) and view.nbytes == len(view.obj) else bytes(view)
-                )
+                data = view.obj if isinstance(view.obj, bytes) and view.nbytes == len(view.obj) else bytes(view)
                 crc = google_crc32c.extend(crc, data)
             self._crc32c = base64.b64encode(crc.to_bytes(4)).decode()
         return self._crc32c
@@ -246,9 +244,7 @@ class Objects:
         bucket.fill(names, Fill(size, generation, generation / 1e6))
         return len(names)
 
-    def start_upload(
-        self, bucket: Bucket, key: str, headers: dict[str, str], metadata: dict[str, str]
-    ) -> Upload:
+    def start_upload(self, bucket: Bucket, key: str, headers: dict[str, str], metadata: dict[str, str]) -> Upload:
         upload = Upload(secrets.token_urlsafe(24), key, time.time(), headers, metadata)
         bucket.uploads[upload.upload_id] = upload
         return upload
@@ -315,9 +311,7 @@ class Preconditions(NamedTuple):
                 raise refusals.precondition_failed("If-Match")
         elif self.unmodified_since_s is not None and int(stored.updated_s) > self.unmodified_since_s:
             raise refusals.precondition_failed("If-Unmodified-Since")
-        unchanged = (
-            stored.generation == self.not_generation or stored.metageneration == self.not_metageneration
-        )
+        unchanged = stored.generation == self.not_generation or stored.metageneration == self.not_metageneration
         if self.not_etags is not None:
             unchanged = unchanged or _names(self.not_etags, etag)
         elif self.modified_since_s is not None:

@@ -33,9 +33,7 @@ class Reply:
 
     __slots__ = ("chunks", "head", "length", "status")
 
-    def __init__(
-        self, status: int, head: str = "", chunks: Sequence[Chunk] = (), length: int | None = None
-    ) -> None:
+    def __init__(self, status: int, head: str = "", chunks: Sequence[Chunk] = (), length: int | None = None) -> None:
         self.status = status
         self.head = head
         self.chunks = chunks
@@ -114,11 +112,7 @@ def kept_headers(headers: Mapping[str, str]) -> dict[str, str]:
 
 def prefixed(headers: Mapping[str, str], prefix: str) -> dict[str, str]:
     """The headers that start with ``prefix`` (lower case), without it."""
-    return {
-        name[len(prefix) :].lower(): value
-        for name, value in headers.items()
-        if name.lower().startswith(prefix)
-    }
+    return {name[len(prefix) :].lower(): value for name, value in headers.items() if name.lower().startswith(prefix)}
 
 
 def unchunked(body: bytes) -> bytes:
@@ -133,9 +127,7 @@ def unchunked(body: bytes) -> bytes:
         try:
             length = int(body[place:line_end].split(b";", 1)[0], 16)
         except ValueError:
-            raise refusals.invalid(
-                "The aws-chunked body has a chunk without a size", "InvalidRequest"
-            ) from None
+            raise refusals.invalid("The aws-chunked body has a chunk without a size", "InvalidRequest") from None
         if length == 0:
             return bytes(pieces[0]) if len(pieces) == 1 else b"".join(pieces)
         start = line_end + 2

@@ -230,9 +230,7 @@ class Emulation:
         access = self.admin.access
         self._json.access = access
         authorization = _authorization(call)
-        if call.dialect == "s3" and not (
-            access.bearer_token and not access.access_key_id and not authorization
-        ):
+        if call.dialect == "s3" and not (access.bearer_token and not access.access_key_id and not authorization):
             check_access_key(access, _access_key_id(authorization, call))
         else:
             # Also an anonymous XML request where only a token is configured: it could be of either service,

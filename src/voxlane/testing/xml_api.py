@@ -115,9 +115,7 @@ class XmlApi:
         """Carry out a call; raises :class:`RefusedError`."""
         op = self._ops.get(call.op)
         if op is None:
-            raise RefusedError(
-                405, "MethodNotAllowed", f"{call.method} is not supported here", "methodNotAllowed"
-            )
+            raise RefusedError(405, "MethodNotAllowed", f"{call.method} is not supported here", "methodNotAllowed")
         return op(call)
 
     # Objects
@@ -175,17 +173,13 @@ class XmlApi:
         bucket = self._objects.need(call.bucket)
         _check_write(call, bucket.find(call.key))
         headers, metadata = dict(source.headers), dict(source.metadata)
-        directive = call.headers.get("x-amz-metadata-directive") or call.headers.get(
-            "x-goog-metadata-directive"
-        )
+        directive = call.headers.get("x-amz-metadata-directive") or call.headers.get("x-goog-metadata-directive")
         if directive and directive.upper() == "REPLACE":
             headers, metadata = kept_headers(call.headers), _metadata(call)
         stored = self._objects.stored(call.key, source.body, source.md5, headers=headers, metadata=metadata)
         stored.has_crc32c = source.has_crc32c
         bucket.put(stored)
-        content = (
-            f"<LastModified>{iso_date(stored.created_s)}</LastModified><ETag>{_text(stored.etag)}</ETag>"
-        )
+        content = f"<LastModified>{iso_date(stored.created_s)}</LastModified><ETag>{_text(stored.etag)}</ETag>"
         return document("CopyObjectResult", content, call.dialect, head=_written_head(stored, call.dialect))
 
     def _copy_source(self, call: Call) -> Stored:
@@ -225,9 +219,7 @@ class XmlApi:
         token, marker = call.arg("continuation-token"), call.arg("start-after" if v2 else "marker")
         start = _listing_start(token, marker, "" if v2 else delimiter)
         limit = min(_limit(call.arg("max-keys")), _MAX_KEYS)
-        page = plan_page(
-            bucket.keys(), prefix=prefix, delimiter=delimiter, start=start, end=None, limit=limit
-        )
+        page = plan_page(bucket.keys(), prefix=prefix, delimiter=delimiter, start=start, end=None, limit=limit)
         encoded = call.arg("encoding-type") == "url"
         encode = quote if encoded else _text
         head = [
@@ -247,9 +239,7 @@ class XmlApi:
             if page.resume is not None:
                 head.append(f"<NextMarker>{encode(page.last)}</NextMarker>")
         rows = _rows(bucket, page.keys, call.dialect, encoded)
-        rolled = [
-            f"<CommonPrefixes><Prefix>{encode(each)}</Prefix></CommonPrefixes>" for each in page.prefixes
-        ]
+        rolled = [f"<CommonPrefixes><Prefix>{encode(each)}</Prefix></CommonPrefixes>" for each in page.prefixes]
         return document("ListBucketResult", "".join(head) + "".join(rows) + "".join(rolled), call.dialect)
 
     def _list_buckets(self, call: Call) -> Reply:
@@ -322,9 +312,7 @@ class XmlApi:
     def _list_parts(self, call: Call) -> Reply:
         upload = self._objects.need(call.bucket).need_upload(call.arg("uploadId"), call.key)
         limit = min(_limit(call.arg("max-parts")), _MAX_KEYS)
-        numbers = sorted(
-            number for number in upload.parts if number > (_number(call.arg("part-number-marker")) or 0)
-        )
+        numbers = sorted(number for number in upload.parts if number > (_number(call.arg("part-number-marker")) or 0))
         shown = numbers[:limit]
         rows = "".join(
             f"<Part><PartNumber>{number}</PartNumber><LastModified>{iso_date(part.created_s)}</LastModified>"
@@ -369,9 +357,7 @@ class XmlApi:
 
     def _delete_bucket(self, call: Call) -> Reply:
         if len(self._objects.need(call.bucket)):
-            raise RefusedError(
-                409, "BucketNotEmpty", "The bucket you tried to delete is not empty", "conflict"
-            )
+            raise RefusedError(409, "BucketNotEmpty", "The bucket you tried to delete is not empty", "conflict")
         del self._objects.buckets[call.bucket]
         return Reply(204)
 

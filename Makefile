@@ -1,0 +1,57 @@
+# Every target does all its own set-up in a private environment, .venv.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+CONSTRAINTS := requirements/constraints.txt
+AZURITE := $(VENV)/azurite/node_modules/.bin/azurite-blob
+AZURITE_VERSION := 3.37.0
+
+.PHONY: help install demo test check bench bench-quick clean
+
+help:  ## this text
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
+
+install: $(VENV)/.installed  ## make .venv with the package and all it is tested with
+
+$(VENV)/.created: $(CONSTRAINTS)
+	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' \
+	  || { echo "voxlane needs Python 3.11 to 3.13; choose one with: make PYTHON=python3.12"; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	$(PIP) install --quiet --upgrade pip
+	$(PIP) install --quiet -c $(CONSTRAINTS) torch==2.13.0
+	@touch $@
+
+$(VENV)/.installed: $(VENV)/.created pyproject.toml
+	$(PIP) install --quiet -c $(CONSTRAINTS) --editable '.[dev]'
+	@if [ -x $(AZURITE) ]; then :; elif command -v npm >/dev/null; then \
+	  echo "installing Azurite, the server of the az:// tests"; \
+	  npm install --silent --no-audit --no-fund --prefix $(VENV)/azurite azurite@$(AZURITE_VERSION) \
+	    || echo "Azurite could not be installed: the az:// tests will be skipped"; \
+	else echo "npm is not here: the az:// tests will be skipped"; fi
+	@touch $@
+
+demo: install  ## a bucket of scans, listed, streamed, resumed and drawn; no cloud account needed
+	$(BIN)/python demo/demo.py --out demo-out
+
+test: install  ## all tests, against real servers that the tests start
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+check: install  ## ruff, mypy and the import rules
+	$(BIN)/ruff check src tests benchmarks demo
+	$(BIN)/ruff format --check src tests benchmarks demo
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+$(VENV)/.bench: $(VENV)/.installed
+	$(PIP) install --quiet -c $(CONSTRAINTS) --editable '.[dev,bench]'
+	@touch $@
+
+bench: $(VENV)/.bench  ## all benchmarks against their peers (about 20 minutes); results in benchmarks/results
+	$(BIN)/python benchmarks/run.py
+
+bench-quick: $(VENV)/.bench  ## the same with small numbers, to see that it runs (about 3 minutes)
+	$(BIN)/python benchmarks/run.py --quick
+
+clean:  ## remove the environment and what the demo wrote
+	rm -rf $(VENV) demo-out

@@ -44,8 +44,7 @@ def seaweedfs(folder: Path, access_key: str, secret_key: str) -> Iterator[str]:
         if name == "s3.port":
             url = f"http://127.0.0.1:{port}"
         flags.append(f"-{name}={port}")
-    for name in ("master.port.grpc", "volume.port.grpc", "filer.port.grpc", "s3.port.grpc", "admin.port.grpc"):
-        flags.append(f"-{name}={next(ports)}")
+    flags += [f"-{name}.port.grpc={next(ports)}" for name in ("master", "volume", "filer", "s3", "admin")]
     command = [
         weed, "mini", f"-dir={folder}", "-ip=127.0.0.1", "-ip.bind=127.0.0.1",
         "-master.telemetry=false", "-webdav=false", "-admin.ui=false", *flags,

@@ -12,7 +12,7 @@ import pytest
 import torch.utils.data
 
 from tests.conftest import Bucket
-from voxlane import IterableDataset, Manifest, MapDataset, StoreConfig, errors, list_objects
+from voxlane import DataLoader, IterableDataset, Manifest, MapDataset, StoreConfig, errors, list_objects
 from voxlane.testing import Access, Emulator, Faults
 
 Put = Callable[[Bucket, dict[str, bytes]], None]
@@ -274,3 +274,39 @@ def test_leaving_an_epoch_early_does_not_hang(gcs: Bucket, put: Put) -> None:
     next(iter(loader))
     del loader
     assert not [p for p in multiprocessing.active_children() if "DataLoader" in p.name]
+
+
+def test_the_loader_fetches_the_next_batch_ahead(gcs: Bucket, put: Put, emulator: Emulator) -> None:
+    put(gcs, OBJECTS)
+    dataset = MapDataset("gs://bkt/scans/", config=gcs.config, shuffle=True)
+    loader = DataLoader(dataset, 4, collate_fn=list)
+    emulator.reset_counters()
+    batches = iter(loader)
+    first = next(batches)
+    while emulator.counters().get.requests < 8:
+        pass  # the second batch comes unasked
+    assert emulator.counters().get.requests == 8
+    assert sorted([*first, *(b for batch in batches for b in batch)]) == sorted(BODIES)
+    assert emulator.counters().get.requests == 40
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_fetching_ahead_changes_nothing(gcs: Bucket, put: Put, workers: int) -> None:
+    put(gcs, OBJECTS)
+    dataset = MapDataset("gs://bkt/scans/", config=gcs.config, shuffle=True)
+    plain = torch.utils.data.DataLoader(
+        dataset, batch_size=3, sampler=dataset.sampler(), num_workers=workers, collate_fn=list
+    )
+    expected = list(plain)
+    loader = DataLoader(dataset, 3, num_workers=workers, collate_fn=list)
+    assert list(loader) == expected
+    assert list(loader) != expected  # another epoch
+    assert sorted(b for batch in loader for b in batch) == sorted(BODIES)
+
+
+def test_a_forked_worker_does_not_wait_for_what_its_parent_fetched_ahead(gcs: Bucket, put: Put) -> None:
+    put(gcs, OBJECTS)
+    dataset = MapDataset("gs://bkt/scans/", config=gcs.config)
+    next(iter(DataLoader(dataset, 20, collate_fn=list)))  # leaves the second batch on its way in the parent
+    loader = torch.utils.data.DataLoader(dataset, batch_size=20, num_workers=1, collate_fn=list)
+    assert [b for batch in loader for b in batch] == BODIES

@@ -63,8 +63,8 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
         collate = _Collate(collate_fn or default_collate)
         self._taken_batches = 0
         self._samples_a_batch = batch_size
+        dataset.block = batch_size
         if isinstance(dataset, IterableDataset):
-            dataset.block = batch_size
             super().__init__(dataset, batch_size, drop_last=drop_last, collate_fn=collate, **arguments)
         else:
             sampler = BatchSampler(dataset.sampler(), batch_size, drop_last)

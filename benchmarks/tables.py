@@ -1,0 +1,152 @@
+"""The result files as Markdown."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+SERVICE_NAMES = {"s3": "S3 (SeaweedFS)", "gcs": "GCS (emulator)"}
+
+
+def readme(documents: dict[str, dict[str, Any]]) -> str:
+    """The whole page; sections for the results there are."""
+    sections = [
+        "# Benchmark results\n\nWritten by `python benchmarks/plot.py` from the JSON files beside it; do not edit. "
+        "Run again: `python benchmarks/run.py`.\n"
+    ]
+    for name, section in (("loading", _loading), ("listing", _listing), ("compose", _compose)):
+        if name in documents:
+            sections.append(section(documents[name]))
+    return "\n".join(sections)
+
+
+def hardware_line(document: dict[str, Any]) -> str:
+    """One line that says what a result was measured on."""
+    hardware = document["hardware"]
+    quick = ", QUICK RUN: few objects, do not quote" if document["settings"]["quick"] else ""
+    return (
+        f"{hardware['cpu']}, {hardware['cores']} cores shared by client and server, {hardware['memory_gib']} GiB; "
+        f"Python {document['python']}; commit {document['commit']}; {document['date'][:10]}{quick}"
+    )
+
+
+def size_name(size_bytes: int) -> str:
+    """`100 KiB`, `3 MiB`."""
+    return f"{size_bytes >> 20} MiB" if size_bytes >= 1 << 20 else f"{size_bytes >> 10} KiB"
+
+
+def _head(title: str, name: str, document: dict[str, Any]) -> str:
+    versions = ", ".join(f"{k} {v}" for k, v in document["versions"].items())
+    return (
+        f"## {title}\n\n![{title}]({name}.png)\n\n`python benchmarks/{name}.py`, results in `{name}.json`. "
+        f"{hardware_line(document)}.\n\n{versions}.\n"
+    )
+
+
+def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = ["| " + " | ".join(header) + " |", "|" + "---|" * len(header)]
+    lines += ["| " + " | ".join(row) + " |" for row in rows]
+    return "\n".join(lines) + "\n"
+
+
+def _spread(value: dict[str, float], digits: int = 2) -> str:
+    return f"{value['median']:.{digits}f} ({value['min']:.{digits}f} to {value['max']:.{digits}f})"
+
+
+def _loading(document: dict[str, Any]) -> str:
+    settings = document["settings"]
+    cases = ", ".join(
+        f"{c['count']} x {size_name(c['size_bytes'])} in batches of {c['batch_size']}" for c in settings["cases"]
+    )
+    text = _head("Loading", "loading", document) + (
+        f"\nOne epoch: {cases}; {settings['num_workers']} DataLoader workers for all; "
+        f"{settings['latency_s'] * 1000:.0f} ms added to every request; median (least to most) of {settings['rounds']} "
+        "rounds, interleaved, each epoch in a fresh process. Time runs from the start of iteration, so it includes "
+        "starting the workers. Samples are uint8 tensors, stacked into batches. fsspec (s3fs, gcsfs) fetches each "
+        "batch with one concurrent `cat`; boto3 and google-cloud-storage get one object per sample. Memory is the "
+        "resident memory of the client's processes added up, so what they share counts more than once.\n"
+    )
+    for service in dict.fromkeys(r["service"] for r in document["summary"]):
+        for style in ("map", "iterable"):
+            rows = [r for r in document["summary"] if (r["service"], r["style"]) == (service, style)]
+            ours = {r["size_bytes"]: r for r in rows if r["contender"] == "voxlane"}
+            text += f"\n### {SERVICE_NAMES[service]}, {style}-style\n\n"
+            header = ["size", "contender", "seconds", "objects/s", "MB/s", "ours is faster by", "first batch, s"]
+            header += ["peak memory, MiB", "CPU, s: client / server", "requests"]
+            text += _table(header, [_loading_row(r, ours[r["size_bytes"]]) for r in rows])
+    return text
+
+
+def _loading_row(row: dict[str, Any], ours: dict[str, Any]) -> list[str]:
+    start = [size_name(row["size_bytes"]), _bold(row["contender"])]
+    if "error" in row:
+        return [*start, f"failed: {row['error'].splitlines()[0][:120]}", *[""] * 7]
+    return [
+        *start,
+        _spread(row["total_s"]),
+        f"{row['objects_per_s']['median']:,.0f}",
+        f"{row['bytes_per_s']['median'] / 1e6:,.0f}",
+        _ratio(row, ours),
+        f"{row['first_batch_s']['median']:.2f}",
+        f"{row['peak_rss_bytes']['median'] / 2**20:,.0f}",
+        f"{row['client_cpu_s']['median']:.2f} / {row['server_cpu_s']['median']:.2f}",
+        f"{sum(row['server_requests'].values()):,}",
+    ]
+
+
+def _listing(document: dict[str, Any]) -> str:
+    settings = document["settings"]
+    text = _head("Listing", "listing", document) + (
+        f"\nAll keys into memory; {settings['latency_s'] * 1000:.0f} ms added to every request; ours keeps up to "
+        f"{settings['concurrency']} requests in flight, Dataflux runs {settings['dataflux_processes']} processes (its "
+        "default, the number of cores). `voxlane dataset` is what a dataset does on first use.\n\n"
+    )
+    rows = document["summary"]
+    ours = {(r["service"], r["keys"]): r for r in rows if r["contender"] == "voxlane"}
+    header = ["server", "keys", "contender", "seconds", "ours is faster by", "requests", "peak memory, MiB"]
+    header += ["CPU, s: client / server"]
+    return text + _table(header, [_listing_row(r, ours[r["service"], r["keys"]]) for r in rows])
+
+
+def _listing_row(row: dict[str, Any], ours: dict[str, Any]) -> list[str]:
+    start = [SERVICE_NAMES[row["service"]], f"{row['keys']:,}", _bold(row["contender"])]
+    if "error" in row:
+        return [*start, f"failed: {row['error'].splitlines()[0][:120]}", *[""] * 4]
+    return [
+        *start,
+        _spread(row["total_s"]),
+        _ratio(row, ours),
+        f"{row['requests']['median']:,.0f}",
+        f"{row['peak_rss_bytes']['median'] / 2**20:,.0f}",
+        f"{row['client_cpu_s']['median']:.2f} / {row['server_cpu_s']['median']:.2f}",
+    ]
+
+
+def _compose(document: dict[str, Any]) -> str:
+    settings = document["settings"]
+    text = _head("Composed download", "compose", document) + (
+        f'\n`compose="on"` against `compose="off"`, {settings["num_workers"]} workers, batches of '
+        f"{settings['batch_size']}; median (least to most) of {settings['rounds']} rounds. "
+        "Above 1, composing is faster.\n\n"
+    )
+    rows = []
+    for row in document["summary"]:
+        start = [row["setting"], row["style"], size_name(row["size_bytes"])]
+        if "error" in row:
+            rows.append([*start, f"failed: {row['error'].splitlines()[0][:120]}", "", "", ""])
+            continue
+        requests = [str(sum(row[mode]["server_requests"].values())) for mode in ("off", "on")]
+        times = [_spread(row[mode]["total_s"]) for mode in ("off", "on")]
+        rows.append([*start, *times, f"{row['speedup']:.2f}", " / ".join(requests)])
+    header = ("added latency", "style", "size", "off, s", "on, s", "speed-up", "requests off / on")
+    return text + _table(header, rows)
+
+
+def _ratio(row: dict[str, Any], ours: dict[str, Any]) -> str:
+    if row is ours or "error" in ours:
+        return ""
+    return f"{row['total_s']['median'] / ours['total_s']['median']:.2f}x"
+
+
+def _bold(contender: str) -> str:
+    return f"**{contender}**" if contender == "voxlane" else contender

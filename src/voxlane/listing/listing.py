@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import os.path
 import sys
-from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
@@ -77,23 +75,19 @@ def _sorted(table: Any) -> Any:
 def _without_folder_markers(table: Any) -> Any:
     """Drop the empty objects that consoles make for a folder. The engine names the marker `a/` as `a`, which cannot
     be read; it is told by its zero size and by keys below it."""
-    empty = pc.indices_nonzero(pc.equal(table["size"], 0)).to_pylist()
-    if not empty:
+    empty = pc.equal(table["size"], 0)
+    if not pc.any(empty).as_py():
         return table
-    keys = table["key"].to_pylist()
-    markers = []
-    for row in empty:
-        # Whatever sorts between `a` and `a/...` starts with `a` too, so most rows need a look at one neighbour only.
-        if row + 1 < len(keys) and keys[row + 1].startswith(keys[row]):
-            below = keys[row] + "/"
-            place = bisect_left(keys, below, row + 1)
-            if place < len(keys) and keys[place].startswith(below):
-                markers.append(row)
-    if not markers:
+    folders: set[str] = set()
+    inside = pc.filter(table["key"], pc.match_substring(table["key"], "/"))
+    for folder in pc.unique(pc.replace_substring_regex(inside, r"/[^/]*$", "")).to_pylist():
+        while folder and folder not in folders:
+            folders.add(folder)
+            folder = folder.rpartition("/")[0]
+    if not folders:
         return table
-    keep = np.ones(len(keys), bool)
-    keep[markers] = False
-    return table.filter(pa.array(keep))
+    marker = pc.and_(empty, pc.is_in(table["key"], pa.array(sorted(folders), pa.large_string())))
+    return table.filter(pc.invert(marker))
 
 
 def _is_folder(key: str) -> bool:

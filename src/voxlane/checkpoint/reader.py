@@ -75,7 +75,9 @@ class RangedReader(io.RawIOBase):
             if i not in self._blocks:
                 start = i * self._block_bytes
                 stop = min(start + self._block_bytes, self._info.size)
-                self._blocks[i] = self._store.submit(self._store.get, self._info.key, start, stop, etag=self._info.etag)
+                self._blocks[i] = self._store.submit_part(
+                    self._store.get, self._info.key, start, stop, etag=self._info.etag
+                )
         self._blocks.move_to_end(index)
         body = self._blocks[index].result()
         passed = [i for i in self._blocks if i < index]

@@ -107,7 +107,7 @@ def _add_ls(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
     parser.add_argument("--save", metavar="FILE", help="write a manifest to this path or URI instead of printing")
     parser.add_argument("--total", action="store_true", help="print only the number of objects and bytes")
     parser.add_argument("-l", "--long", action="store_true", help="print size and etag before each URI")
-    parser.add_argument("--concurrency", metavar="N", type=int, default=32, help="list requests in flight (default 32)")
+    parser.add_argument("--concurrency", metavar="N", type=int, default=64, help="list requests in flight (default 64)")
     parser.add_argument("--no-progress", action="store_true", help="no progress bar")
     _add_store_options(parser)
     parser.set_defaults(run=_ls)

@@ -89,7 +89,7 @@ class Reader:
             return Pending([self._store.submit(self._whole, entry)])
         body, target = _writable_bytes(entry.size)
         remaining = _Countdown(len(spans))
-        return Pending([self._store.submit(self._part, entry, s, body, target, remaining) for s in spans], body)
+        return Pending([self._store.submit_part(self._part, entry, s, body, target, remaining) for s in spans], body)
 
     def _whole(self, entry: Entry) -> bytes:
         body = bytes(self._store.get(entry.key, etag=entry.etag))

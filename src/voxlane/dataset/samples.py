@@ -48,7 +48,7 @@ class Source:
         cache_bytes: int,
         compose: Compose,
         compose_max_bytes: int = DEFAULT_MAX_BYTES,
-        concurrency: int = 32,
+        concurrency: int = 64,
     ) -> None:
         if compose not in ("off", "on", "auto"):
             raise ConfigError(f"compose={compose!r}", fix='Give "off", "on" or "auto"')

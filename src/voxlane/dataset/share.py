@@ -13,7 +13,7 @@ from voxlane.store import StoreConfig
 
 
 def list_once(
-    uri: str, *, match: str | Sequence[str] | None = None, config: StoreConfig | None = None, concurrency: int = 32
+    uri: str, *, match: str | Sequence[str] | None = None, config: StoreConfig | None = None, concurrency: int = 64
 ) -> Manifest:
     """List `uri` on rank 0 and give every rank the manifest. A collective call: all ranks must make it. Without an
     initialised process group it just lists. If rank 0 fails, every rank raises its error."""

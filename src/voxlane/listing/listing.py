@@ -24,7 +24,7 @@ def list_objects(
     *,
     match: str | Sequence[str] | None = None,
     config: StoreConfig | None = None,
-    concurrency: int = 32,
+    concurrency: int = 64,
     progress: bool | None = None,
     store: Store | None = None,
     pages: Callable[[str | None], Iterator[Any]] | None = None,

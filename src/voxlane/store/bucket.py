@@ -58,6 +58,7 @@ class Store:
         self._pid = -1
         self._native: Any = None
         self._pool: ThreadPoolExecutor | None = None
+        self._part_pool: ThreadPoolExecutor | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         if self.scheme == "memory":
@@ -252,10 +253,17 @@ class Store:
             self._pool = ThreadPoolExecutor(self.config.max_concurrency, thread_name_prefix="voxlane")
         return self._pool.submit(call, *args, **kwargs)
 
+    def submit_part(self, call: Callable[..., _T], *args: Any, **kwargs: Any) -> Future[_T]:
+        """As `submit`, for ranges of large objects, of which `config.max_parts` are in flight."""
+        self._enter_process()
+        if self._part_pool is None:
+            self._part_pool = ThreadPoolExecutor(self.config.max_parts, thread_name_prefix="voxlane-part")
+        return self._part_pool.submit(call, *args, **kwargs)
+
     def _enter_process(self) -> None:
         """Forget what belongs to the parent when this is a forked child."""
         if self._pid != (pid := os.getpid()):
-            _inherited.append((self._native, self._pool))
+            _inherited.append((self._native, self._pool, self._part_pool))
             self._reset()
             self._pid = pid
 

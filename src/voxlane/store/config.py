@@ -72,11 +72,14 @@ class StoreConfig:
     """When and how long a failed request is tried again."""
     max_concurrency: int = 64
     """Requests in flight per process."""
+    max_parts: int = 16
+    """Ranges of large objects in flight per process. More only costs processor time where one connection is fast
+    (measured: 64 are 10% slower than 16 on loopback), and 16 connections fill a 10 Gbit/s link."""
     part_bytes: int = 8 * MIB
     """Objects larger than this are read as concurrent ranges of this size, and written as parts of it."""
 
     def __post_init__(self) -> None:
-        _at_least(self, 1, "max_concurrency", "part_bytes")
+        _at_least(self, 1, "max_concurrency", "max_parts", "part_bytes")
         if self.connect_timeout_s <= 0 or self.read_timeout_s <= 0:
             raise ConfigError("StoreConfig: a timeout must be above zero")
         if (self.access_key_id is None) != (self.secret_access_key is None):

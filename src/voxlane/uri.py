@@ -61,11 +61,6 @@ def parse(uri: str | os.PathLike[str]) -> Uri:
     return Uri(scheme, bucket, key)
 
 
-def join(root: str, key: str) -> str:
-    """The URI of `key` in the bucket whose root is `root`."""
-    return root.rstrip("/") + "/" + key if root != "file:///" else root + key
-
-
 def _local(path: str) -> Uri:
     absolute = os.path.abspath(path)
     trailing = "/" if path.endswith("/") and absolute != "/" else ""

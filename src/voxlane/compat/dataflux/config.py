@@ -11,7 +11,7 @@ from typing import Any
 from voxlane.store import RetryConfig, StoreConfig
 
 
-@dataclass(kw_only=True)
+@dataclass
 class Config:
     """Dataflux's settings. Listing is always parallel and sorted here, downloads always concurrent and composed
     download follows voxlane's measurements, so `sort_listing_results`, `num_processes`, `threads_per_process` and

@@ -9,31 +9,34 @@ from voxlane.compat.dataflux.config import Config, store_config
 from voxlane.dataset.samples import Samples, Source
 
 
-def samples(
-    bucket_name: str, config: Config, data_format_fn: Callable[[bytes], Any] | None, storage_client: Any
-) -> Samples:
-    """The samples of a Dataflux dataset."""
-    composed = config.max_composite_object_size > 0
-    return Samples(
-        Source(
+class DatafluxDataset:
+    """Dataflux's constructor and `objects`, before one of voxlane's datasets in a class's bases."""
+
+    samples: Samples
+
+    def __init__(
+        self,
+        project_name: str | None,
+        bucket_name: str,
+        config: Config | None = None,
+        data_format_fn: Callable[[bytes], Any] | None = None,
+        storage_client: Any = None,
+    ) -> None:
+        self.project_name, self.bucket_name = project_name, bucket_name
+        config = config or Config()
+        source = Source(
             f"gs://{bucket_name}/{config.prefix or ''}",
             decode=data_format_fn,
             match=None,
             config=store_config(config, storage_client),
             cache=None,
-            cache_bytes=1,
-            compose="auto" if composed else "off",
+            cache_bytes=0,
+            compose="auto" if config.max_composite_object_size else "off",
             compose_max_bytes=config.max_composite_object_size,
         )
-    )
-
-
-class Objects:
-    """Adds `objects`, the listing as (name, size in bytes) pairs."""
-
-    samples: Samples
+        super().__init__(Samples(source))  # type: ignore[call-arg]  # the dataset that stands behind in the bases
 
     @property
     def objects(self) -> list[tuple[str, int]]:
-        """Name and size of every object, in order."""
+        """Name and size in bytes of every object, in order."""
         return [(entry.key, entry.size) for entry in self.samples.sources[""].manifest]

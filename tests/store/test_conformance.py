@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import pickle
 
+import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -36,6 +37,20 @@ def test_many_ranges_equal_slices(bucket: Bucket, spans: list[list[int]], max_ga
     store.put(key, body)
     got = store.get_ranges(key, [(a, b) for a, b in spans], max_gap_bytes=max_gap_bytes)
     assert [bytes(g) for g in got] == [body[a:b] for a, b in spans]
+
+
+def test_get_into_equals_get(bucket: Bucket) -> None:
+    body = bytes(i % 251 for i in range(700_000))
+    store, key = bucket.store, bucket.key("k")
+    etag = store.put(key, body).etag
+    for start, stop in ((0, 700_000), (5, 6), (100, 600_001)):
+        target = np.zeros(stop - start, np.uint8)
+        store.get_into(key, start, target, etag=etag)
+        assert target.tobytes() == body[start:stop] == bytes(store.get(key, start, stop))
+    with pytest.raises(errors.RangeError, match="outside the object"):
+        store.get_into(key, 699_999, np.zeros(2, np.uint8))
+    with pytest.raises(errors.ChangedError):
+        store.get_into(key, 0, np.zeros(2, np.uint8), etag='"another"')
 
 
 @pytest.mark.parametrize("key", ["plain", "with space", "plus+percent%20", "unié/日本語", "a#b?c&d=e", "~tilde[1]"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 
+import numpy as np
 import pytest
 
 from tests.conftest import Bucket
@@ -27,10 +28,13 @@ def test_broken_bodies_are_fetched_again(gcs: Bucket, emulator: Emulator, fault:
     body = bytes(range(256)) * 4096
     store.put("k", body)
     emulator.set_faults(Faults(**{fault: 0.5}, kinds=("get",), seed=3))
-    for _ in range(20):
+    for start in range(20):
         assert bytes(store.get("k")) == body
+        target = np.zeros(len(body) - start, np.uint8)
+        store.get_into("k", start, target)
+        assert target.tobytes() == body[start:]
     assert store.counters.read().retries > 0
-    assert store.counters.read().bytes_read == 20 * len(body)
+    assert store.counters.read().bytes_read == 40 * len(body) - sum(range(20))
 
 
 def test_a_stalled_body_is_given_up_and_fetched_again(gcs: Bucket, emulator: Emulator) -> None:

@@ -13,6 +13,10 @@ from voxlane.dataset.order import Positions
 from voxlane.dataset.samples import READ_AHEAD_BYTES, PendingSample, read_ahead
 from voxlane.errors import VoxlaneError
 
+_MAX_AHEAD_BYTES = 8 << 20
+"""Batches up to this size are fetched one ahead. It hides the wait for the first byte, which is what small batches
+mostly consist of; large ones only compete with themselves for the processor (docs/log.md)."""
+
 
 class MapDataset(BucketDataset, torch.utils.data.Dataset[Any]):
     """The objects under a URI (or of a manifest) as a map-style dataset: `len(ds)`, `ds[i]`, `DataLoader(ds)`.
@@ -105,9 +109,10 @@ class MapDataset(BucketDataset, torch.utils.data.Dataset[Any]):
             return []
         worker = torch.utils.data.get_worker_info()
         place += self.block * (1 if worker is None else worker.num_workers)
-        following = order[place : place + self.block].tolist()
-        too_large = sum(self.samples.size(i) for i in following) > READ_AHEAD_BYTES
-        return [] if too_large else following
+        following: list[int] = order[place : place + self.block].tolist()
+        if sum(self.samples.size(i) for i in following) > _MAX_AHEAD_BYTES:
+            return []
+        return following
 
     def state_dict(self) -> dict[str, Any]:
         """Where the epoch stands. Taken from `voxlane.DataLoader` instead, it also knows what the loader gave out."""

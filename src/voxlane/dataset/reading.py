@@ -100,10 +100,7 @@ class Reader:
     def _part(
         self, entry: Entry, span: Span, body: bytes, target: npt.NDArray[np.uint8], remaining: _Countdown
     ) -> None:
-        part = self._store.get(entry.key, span.start, span.stop, etag=entry.etag)
-        self._check_size(entry, len(part) + entry.size - span.size)
-        # numpy copies without the interpreter's lock, a memoryview would not.
-        target[span.start : span.stop] = np.frombuffer(part, np.uint8)
+        self._store.get_into(entry.key, span.start, target[span.start : span.stop], etag=entry.etag)
         if remaining.last():
             self._keep(entry, body)
 

@@ -10,8 +10,11 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+import numpy as np
+import numpy.typing as npt
+
 from voxlane import uri as uris
-from voxlane.errors import ChangedError, ConfigError, NotFoundError, StoreError, VoxlaneError
+from voxlane.errors import ChangedError, ConfigError, NotFoundError, RangeError, StoreError, VoxlaneError
 from voxlane.store.config import StoreConfig
 from voxlane.store.counters import Counters
 from voxlane.store.credentials import open_native
@@ -22,6 +25,10 @@ from voxlane.store.writer import Writer
 _T = TypeVar("_T")
 LIST_PAGE_KEYS = 1000
 """Keys a list request returns at most on S3 and GCS; also how listed keys are counted as requests."""
+
+
+_COPY_BYTES = 256 * 1024
+"""How much `get_into` copies at a time: enough to be few calls, little enough to stay in the processor's cache."""
 
 
 @dataclass(frozen=True)
@@ -110,6 +117,30 @@ class Store:
         body = self.call("get", uri, attempt)
         self.counters.add("get", requests=0, bytes_read=len(body))
         return body
+
+    def get_into(self, key: str, start: int, target: npt.NDArray[np.uint8], *, etag: str | None = None) -> None:
+        """Fill `target` with the object's bytes from `start` on, without holding them twice.
+
+        RangeError when the object ends before the target does.
+        """
+        uri = self.uri(key)
+
+        def attempt() -> None:
+            response = self.native.get(key, options={"range": (start, start + len(target))})
+            self._check_version(response.meta, etag, uri)
+            first, last = response.range
+            if last - first != len(target):
+                raise RangeError("the range lies outside the object", uri=uri, fix="It may have changed: list it again")
+            filled = 0
+            for chunk in response.stream(min_chunk_size=_COPY_BYTES):
+                # numpy copies without the interpreter's lock, a memoryview would not.
+                target[filled : filled + len(chunk)] = np.frombuffer(chunk, np.uint8)
+                filled += len(chunk)
+            if filled != len(target):
+                raise Transient(f"got {filled} of {len(target)} bytes", uri)
+
+        self.call("get", uri, attempt)
+        self.counters.add("get", requests=0, bytes_read=len(target))
 
     def get_ranges(
         self, key: str, spans: Sequence[tuple[int, int]], *, etag: str | None = None, max_gap_bytes: int = 64 * 1024

@@ -72,9 +72,9 @@ class StoreConfig:
     """When and how long a failed request is tried again."""
     max_concurrency: int = 64
     """Requests in flight per process."""
-    max_parts: int = 16
-    """Ranges of large objects in flight per process. More only costs processor time where one connection is fast
-    (measured: 64 are 10% slower than 16 on loopback), and 16 connections fill a 10 Gbit/s link."""
+    max_parts: int = 8
+    """Ranges of large objects in flight per process. More cost processor time and gain nothing where one connection
+    is fast (docs/log.md); raise it for few workers on a fast, distant link."""
     part_bytes: int = 8 * MIB
     """Objects larger than this are read as concurrent ranges of this size, and written as parts of it."""
 

@@ -98,7 +98,7 @@ def epoch_seconds(loader: Any, expected: int, what: str) -> float:
 def draw(batch: dict[str, torch.Tensor], path: Path) -> None:
     """One row: scans; one row: their labels over them; the slices with most label."""
     count = min(6, len(batch["image"]))
-    figure, axes = plt.subplots(2, count, figsize=(2 * count, 4.3), squeeze=False)
+    figure, axes = plt.subplots(2, count, figsize=(2 * count, 4.8), squeeze=False, layout="constrained")
     for column in range(count):
         depth = int((batch["label"][column] > 0).sum((0, 1)).argmax())
         image, label = (batch[k][column][:, :, depth] for k in ("image", "label"))
@@ -110,7 +110,6 @@ def draw(batch: dict[str, torch.Tensor], path: Path) -> None:
     axes[0][0].set_title("scan", loc="left")
     axes[1][0].set_title("scan and label", loc="left")
     figure.suptitle("A batch streamed from gs://demo/scans (shuffled)")
-    figure.tight_layout()
     figure.savefig(path, dpi=110)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import os.path
+import re
 import urllib.parse
 from dataclasses import dataclass
 
@@ -41,6 +42,11 @@ def parse(uri: str | os.PathLike[str]) -> Uri:
     text = os.fspath(uri)
     if not text:
         raise ConfigError("an empty URI", fix=f"Give one such as gs://bucket/prefix; schemes: {_known()}")
+    if match := re.match(r"(\w+):/+(?!/)", text):
+        scheme = match[1].lower()
+        if "://" not in text and (scheme in SCHEMES or scheme in _ALIASES):
+            rest = text[match.end() :]
+            raise ConfigError("a URI with one slash", uri=text, fix=f"Write {scheme}://{rest}")
     if "://" not in text:
         return _local(os.path.expanduser(text))
     scheme, rest = text.split("://", 1)

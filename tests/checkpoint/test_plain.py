@@ -59,3 +59,15 @@ def test_an_object_replaced_while_it_is_read_is_noticed(gcs: Bucket) -> None:
 def test_a_missing_checkpoint_is_named(gcs: Bucket) -> None:
     with pytest.raises(errors.NotFoundError, match=r"gs://bkt/run/none\.ckpt"):
         Checkpoint("gs://bkt/run", gcs.config).reader("none.ckpt")
+
+
+def test_reading_backwards_holds_few_blocks(gcs: Bucket) -> None:
+    body = bytes(range(200)) * 500
+    gcs.store.put("k", body)
+    with Checkpoint("gs://bkt", gcs.with_config(part_bytes=1000).config).reader("k") as file:
+        for start in range(99_000, -1, -1000):
+            file.seek(start)
+            assert file.read(1000) == body[start : start + 1000]
+            assert len(file._blocks) <= 12
+        with pytest.raises(ValueError, match="before the start"):
+            file.seek(-5)

@@ -66,6 +66,15 @@ def test_config_file(gcs: Bucket, put: Put, emulator: Emulator, tmp_path: Path) 
     config.write_text('[store]\nendpont = "x"\n')
     assert "Did you mean 'endpoint'?" in fails("ls", "gs://bkt", "--config", str(config))
     assert "cannot read the config file" in fails("ls", "gs://bkt", "--config", str(tmp_path / "none"))
+    for text in ('[stor]\nendpoint = "x"\n', 'endpoint = "x"\n', "store = 3\n"):
+        config.write_text(text)
+        assert "one table named [store]" in fails("ls", "gs://bkt", "--config", str(config))
+    config.write_bytes(b"\xff\xfe")
+    assert "not valid TOML" in fails("ls", "gs://bkt", "--config", str(config))
+    config.write_text('[store]\nendpoint = "http://127.0.0.1:9"\nretry = {deadline_s = 3.0}\n')
+    said = fails("ls", "gs://bkt", "--config", str(config)).splitlines()
+    assert "connection refused); trying again for up to 3 s" in said[0]
+    assert "connection refused)" in said[-1]
 
 
 def test_mistakes_are_one_line(emulator: Emulator, tmp_path: Path) -> None:
@@ -75,11 +84,20 @@ def test_mistakes_are_one_line(emulator: Emulator, tmp_path: Path) -> None:
     )
     assert "gs://bkt/x: no objects under this prefix" in fails("ls", "gs://bkt/x", **here)
     assert "unknown scheme 'gss'. Did you mean gs://?" in fails("ls", "gss://bkt")
+    assert "no such folder" in fails("ls", str(tmp_path / "missing/x"))
     assert "no objects" in fails("ls", str(tmp_path / "missing"))
+    assert "Write gs://bkt/x" in fails("ls", "gs:/bkt/x")
     assert "no Azure storage account" in fails("ls", "az://c", AZURE_STORAGE_ACCOUNT_NAME="", AZURE_STORAGE_ACCOUNT="")
     assert "invalid choice: 'lss'" in fails("lss")
     assert "--concurrency 0. Give 1 or more" in fails("ls", "gs://bkt", "--concurrency", "0", **here)
     assert "GCS" in fails("clean", "s3://bkt")
+    assert "cleaned as a whole" in fails("clean", "gs://bkt/x", **here)
+    for minutes in ("nan", "-5", "1e18"):
+        assert "--older-than" in fails("clean", "gs://bkt", f"--older-than={minutes}", **here)
+    emulator.put("bkt", "k", b"v")
+    assert "names no object" in fails("ls", "gs://bkt", "--save", "gs://bkt", **here)
+    assert "this is a folder" in fails("ls", "gs://bkt", "--save", str(tmp_path), **here)
+    assert "cannot write here" in fails("ls", "gs://bkt", "--save", "/proc/m.parquet", **here)
 
 
 def test_a_missing_extra_is_named(tmp_path: Path) -> None:
@@ -93,6 +111,12 @@ def test_a_closed_pipe_is_no_error(gcs: Bucket, emulator: Emulator) -> None:
     environment = {**os.environ, "STORAGE_EMULATOR_HOST": emulator.url}
     done = subprocess.run(command, shell=True, capture_output=True, text=True, env=environment, timeout=60)
     assert (done.stdout, done.stderr) == ("gs://bkt/key-000000\n", "")
+
+
+def test_an_emulator_that_cannot_serve_says_so(emulator: Emulator) -> None:
+    port = emulator.url.rpartition(":")[2]
+    assert "Choose another --port" in fails("emulator", "--port", port)
+    assert "Choose another --port" in fails("emulator", "--port", "99999")
 
 
 def test_the_emulator_command_serves(tmp_path: Path) -> None:

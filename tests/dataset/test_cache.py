@@ -83,8 +83,7 @@ def test_processes_share_it(tmp_path: Path) -> None:
     for process in processes:
         process.join(60)
         assert process.exitcode == 0
-    # Whatever is being written while others evict may pass the bound by one object a process.
-    assert DiskCache(tmp_path, 50_000).used_bytes <= 50_000 + 4 * 1600
+    assert 0 < DiskCache(tmp_path, 50_000).used_bytes <= 50_000
 
 
 def _fill_for_ever(folder: Path) -> None:
@@ -104,7 +103,7 @@ def test_a_killed_process_leaves_it_whole(tmp_path: Path) -> None:
         os.kill(process.pid, signal.SIGKILL)
         process.join()
     cache = DiskCache(tmp_path, max_bytes=1 << 20)
-    files = [path for _, _, path in cache._files()]
+    files = [path for _, _, path in cache._files("objects")]
     assert files
     for path in files:
         body = Path(path).read_bytes()

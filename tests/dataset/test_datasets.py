@@ -90,7 +90,7 @@ def test_large_objects_are_read_in_ranges(bucket: Bucket, put: Put) -> None:
         dataset = style(f"{bucket.uri}/", config=small_parts.config)
         assert list(dataset) == list(objects.values())
         requests = dataset.traffic().by_kind["get"]["requests"]
-        assert requests == 1 + 1 + 1 + 2 + 5 + 13  # the empty one costs none
+        assert requests == 1 + 1 + 1 + 1 + 2 + 5 + 13
         assert dataset.traffic().bytes_read == sum(map(len, objects.values()))
 
 
@@ -150,7 +150,7 @@ def test_zip_with_a_key_function_survives_pickling(gcs: Bucket, put: Put) -> Non
     assert len(zipped) == 3
     copy = pickle.loads(pickle.dumps(zipped))
     assert copy[1] == {"image": b"imaging 1", "label": b"seg 1"}
-    assert copy.keys(1)["label"] == "gs://bkt/case_1/seg.nii.gz"
+    assert copy.uris(1)["label"] == "gs://bkt/case_1/seg.nii.gz"
 
 
 def test_zip_names_what_has_no_partner(folder: Bucket, put: Put) -> None:
@@ -310,3 +310,49 @@ def test_a_forked_worker_does_not_wait_for_what_its_parent_fetched_ahead(gcs: Bu
     next(iter(DataLoader(dataset, 20, collate_fn=list)))  # leaves the second batch on its way in the parent
     loader = torch.utils.data.DataLoader(dataset, batch_size=20, num_workers=1, collate_fn=list)
     assert [b for batch in loader for b in batch] == BODIES
+
+
+def test_empty_objects_are_pinned_too(gcs: Bucket, put: Put, emulator: Emulator) -> None:
+    put(gcs, {"a": b"", "b": b"", "c": b""})
+    dataset = MapDataset("gs://bkt/", config=gcs.config)
+    assert list(dataset) == [b"", b"", b""]
+    emulator.put("bkt", "a", b"content")
+    emulator.delete("bkt", "b")
+    with pytest.raises(errors.ChangedError, match="gs://bkt/a"):
+        _ = dataset[0]
+    with pytest.raises(errors.NotFoundError, match="gs://bkt/b: no such object"):
+        _ = dataset[1]
+
+
+def test_a_batch_of_failures_says_so_under_torchs_loader(gcs: Bucket, put: Put) -> None:
+    put(gcs, {"a": b"body 7body"})
+    dataset = MapDataset("gs://bkt/", config=gcs.config, decode=fails_on_seven, on_error="skip")
+    with pytest.raises(errors.DatasetError, match=r"every sample of a batch failed.*gs://bkt/a.*voxlane.DataLoader"):
+        list(torch.utils.data.DataLoader(dataset))
+    assert list(DataLoader(dataset, 1)) == []
+    # What a loader sets on the dataset ends with its pass.
+    with pytest.raises(errors.DatasetError):
+        list(torch.utils.data.DataLoader(dataset))
+
+
+def test_a_manifest_of_which_nothing_matches_is_an_error(folder: Bucket, put: Put) -> None:
+    put(folder, OBJECTS)
+    with pytest.raises(errors.EmptyError, match="no object fits"):
+        len(MapDataset(list_objects(folder.uri), match="*.nothing"))
+
+
+def test_wrong_types_are_named(folder: Bucket) -> None:
+    for arguments in ({"config": {"endpoint": "x"}}, {"match": 5}, {"seed": "a"}, {"seed": -1}):
+        with pytest.raises((errors.ConfigError, TypeError), match=next(iter(arguments))):
+            MapDataset(folder.uri, **arguments)
+    with pytest.raises(errors.ConfigError, match="a dataset over None"):
+        MapDataset(None)
+
+
+def test_a_key_function_that_raises_names_the_key(folder: Bucket, put: Put) -> None:
+    put(folder, {"x/a": b"1", "y/a": b"1"})
+    zipped = MapDataset.zip(
+        key=lambda k: k.split(":")[1], x=MapDataset(f"{folder.uri}/x"), y=MapDataset(f"{folder.uri}/y")
+    )
+    with pytest.raises(errors.PairError, match=r"key= raised IndexError on '.*x/a'"):
+        len(zipped)

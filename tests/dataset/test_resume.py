@@ -198,3 +198,34 @@ def test_ranks_of_a_process_group_share_one_listing(
     # One rank listed for both; where it fails, both say why.
     assert emulator.counters().list.requests == 2
     assert [names for _, names in got].count(["BucketNotFoundError"]) == 2
+
+
+def test_a_state_saved_before_the_first_sample_loses_none(manifest: Manifest) -> None:
+    dataset = IterableDataset(manifest, decode=decode)
+    list(itertools.islice(dataset, 10))
+    state = dataset.state_dict()
+    dataset.load_state_dict(state)
+    assert dataset.state_dict() == state
+    dataset.set_epoch(1)
+    assert (dataset.state_dict()["epoch"], dataset.state_dict()["consumed"]) == (1, 0)
+
+
+def test_after_a_resumed_pass_the_next_one_is_whole(manifest: Manifest) -> None:
+    stream = IterableDataset(manifest, decode=decode)
+    random_access = MapDataset(manifest, decode=decode)
+    for dataset in (stream, random_access):
+        dataset.load_state_dict({**dataset.state_dict(), "consumed": 90})
+    loader = torch.utils.data.DataLoader(random_access, sampler=random_access.sampler())
+    for passes in (stream, loader):
+        assert [sum(1 for _ in passes) for _ in range(3)] == [11, 101, 101]
+    assert stream.state_dict()["consumed"] == 101
+
+
+def test_two_loaders_over_one_dataset_do_not_disturb_each_other(manifest: Manifest) -> None:
+    dataset = IterableDataset(manifest, decode=decode, shuffle=True)
+    one = DataLoader(dataset, 4, num_workers=2, collate_fn=list)
+    DataLoader(dataset, 10, num_workers=2)
+    seen = [name for batch in itertools.islice(one, 3) for name in batch]
+    other = DataLoader(IterableDataset(manifest, decode=decode, shuffle=True), 4, collate_fn=list)
+    other.load_state_dict(one.state_dict())
+    assert sorted(seen + [name for batch in other for name in batch]) == NAMES

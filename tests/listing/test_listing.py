@@ -79,6 +79,7 @@ def test_manifest_is_saved_and_loaded_anywhere(bucket: Bucket) -> None:
     assert loaded == manifest
     assert list(loaded) == [Entry("p/a", 1, None, None), Entry("p/b", 2, '"e"', "7")]
     assert loaded[-1].key == "p/b"
+    assert loaded[:1].keys() == ["p/a"]
     assert loaded.fingerprint == manifest.fingerprint
 
 

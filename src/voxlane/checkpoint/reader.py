@@ -43,7 +43,9 @@ class RangedReader(io.RawIOBase):
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
         """Move; costs nothing by itself."""
         base = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._info.size}[whence]
-        self._position = max(0, base + offset)
+        if base + offset < 0:
+            raise ValueError(f"seek to {base + offset}, before the start of the file")
+        self._position = base + offset
         return self._position
 
     def readinto(self, buffer: Any) -> int:
@@ -80,7 +82,6 @@ class RangedReader(io.RawIOBase):
                 )
         self._blocks.move_to_end(index)
         body = self._blocks[index].result()
-        passed = [i for i in self._blocks if i < index]
-        for i in passed[: max(0, len(passed) - _KEPT_BLOCKS)]:
-            del self._blocks[i]
+        while len(self._blocks) > _READ_AHEAD_BLOCKS + _KEPT_BLOCKS:
+            self._blocks.popitem(last=False)[1].cancel()
         return body

@@ -50,7 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="voxlane",
-        description="Buckets of 3D scans as PyTorch datasets: list, check, serve.",
+        description="Buckets of 3D scans as PyTorch datasets: list them, clean up, serve a local one.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -108,6 +108,9 @@ def _add_ls(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
     parser.add_argument("--total", action="store_true", help="print only the number of objects and bytes")
     parser.add_argument("-l", "--long", action="store_true", help="print size and etag before each URI")
     parser.add_argument("--concurrency", metavar="N", type=int, default=64, help="list requests in flight (default 64)")
+    parser.add_argument(
+        "--generations", action="store_true", help="GCS: save each object's generation too, for compose='on'"
+    )
     parser.add_argument("--no-progress", action="store_true", help="no progress bar")
     _add_store_options(parser)
     parser.set_defaults(run=_ls)
@@ -124,7 +127,12 @@ def _ls(options: argparse.Namespace) -> int:
     store = Store(options.uri, config)
     progress = False if options.no_progress else None
     manifest = list_objects(
-        options.uri, match=options.match, store=store, concurrency=options.concurrency, progress=progress
+        options.uri,
+        match=options.match,
+        store=store,
+        concurrency=options.concurrency,
+        progress=progress,
+        generations=options.generations,
     )
     if not len(manifest):
         what = f"no object fits {' '.join(options.match)}" if options.match else "no objects under this prefix"
@@ -144,6 +152,9 @@ def _ls(options: argparse.Namespace) -> int:
     else:
         sys.stdout.writelines(f"{root}{key}\n" for key in manifest.keys())
     return 0
+
+
+_TEN_YEARS_MINUTES = 10 * 365 * 24 * 60
 
 
 def _add_clean(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -170,11 +181,18 @@ def _clean(options: argparse.Namespace) -> int:
     store = Store(options.uri, _store_config(options))
     if store.scheme != "gs":
         raise ConfigError("composed download, and so its leftovers, exist on GCS only", uri=options.uri)
-    leftovers = find_leftovers(store, older_than_s=options.older_than * 60)
+    if store.root.rstrip("/") != options.uri.rstrip("/").replace("gcs://", "gs://"):
+        raise ConfigError("a bucket is cleaned as a whole", uri=options.uri, fix=f"Write {store.root}")
+    if not 0 <= options.older_than <= _TEN_YEARS_MINUTES:
+        raise ConfigError(f"--older-than {options.older_than}", fix="Give minutes, zero or more")
+    everything = find_leftovers(store, older_than_s=0)
+    leftovers = find_leftovers(store, older_than_s=options.older_than * 60) if everything else []
     if not options.dry_run:
         store.delete([entry.key for entry in leftovers])
     size = _human(sum(entry.size for entry in leftovers))
-    print(f"{len(leftovers)} leftover objects, {size} {'found' if options.dry_run else 'removed'} in {store.root}")
+    print(f"{len(leftovers)} leftover objects, {size}, {'found' if options.dry_run else 'removed'} in {store.root}")
+    if younger := len(everything) - len(leftovers):
+        print(f"{younger} younger ones kept: a run may still be reading them (--older-than 0 takes all)")
     return 0
 
 

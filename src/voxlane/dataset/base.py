@@ -63,6 +63,8 @@ class BucketDataset:
             raise ConfigError("rank and world_size go together", fix="Give both, or neither under torch.distributed")
         if rank is not None and world_size is not None:
             check_rank(rank, world_size)
+        if isinstance(seed, bool) or not isinstance(seed, int) or seed < 0:
+            raise ConfigError(f"seed={seed!r}", fix="Give a whole number, zero or more")
         if isinstance(source, Samples):
             self.samples = source
         else:
@@ -84,6 +86,7 @@ class BucketDataset:
         self.keep_place = False
         """Yield `Skipped` for a failed sample instead of nothing; set by `voxlane.DataLoader`."""
         self._rank, self._world_size = rank, world_size
+        self._pass_ended = False
         self._tally = Tally()
         for part in self.samples.sources.values():
             part.attach(self._tally)
@@ -129,7 +132,7 @@ class BucketDataset:
         """The listed objects (of the first source, when zipped)."""
         return next(iter(self.samples.sources.values())).manifest
 
-    def keys(self, index: int) -> dict[str, str]:
+    def uris(self, index: int) -> dict[str, str]:
         """URIs of the objects of sample `index` by source name ("" when not zipped)."""
         return {n: self.samples.sources[n].store.uri(e.key) for n, e in self.samples.entries(index).items()}
 
@@ -151,6 +154,17 @@ class BucketDataset:
     def set_epoch(self, epoch: int) -> None:
         """Start the next iteration at the beginning of `epoch`: another shuffle. `voxlane.DataLoader` does it."""
         self._tally.start(epoch, 0)
+        self._pass_ended = False
+
+    def start_pass(self) -> None:
+        """Call before iterating: after a resumed pass that came to its end, the next one is whole again."""
+        if self._pass_ended:
+            self.set_epoch(self.epoch)
+        self._pass_ended = False
+
+    def end_pass(self) -> None:
+        """Call when an iteration has given its last sample."""
+        self._pass_ended = True
 
     def rank_indices(self) -> Positions:
         """The samples this rank still has to take in this epoch, in order."""
@@ -189,6 +203,7 @@ class BucketDataset:
             )
         self.seed, self.shuffle = loaded.seed, loaded.shuffle
         self._tally.start(loaded.epoch, loaded.consumed)
+        self._pass_ended = False
 
     # -- counts --------------------------------------------------------------------------------------------------
 

@@ -66,9 +66,9 @@ class DiskCache:
         partial = os.path.join(self.folder, "partial", f"{os.getpid()}-{uuid.uuid4().hex}")
         path = self._path(uri, version)
         try:
-            self._reserve(size)
+            self._reserve(partial, size)
             os.makedirs(os.path.dirname(path), exist_ok=True)
-            with open(partial, "xb") as file:
+            with open(partial, "r+b") as file:
                 file.write(body)
             os.replace(partial, path)
         except OSError as error:
@@ -103,7 +103,7 @@ class DiskCache:
     @property
     def used_bytes(self) -> int:
         """Bytes of the objects here now."""
-        return sum(size for _, size, _ in self._files())
+        return sum(size for _, size, _ in self._files("objects"))
 
     def _path(self, uri: str, version: str) -> str:
         name = hashlib.sha256(f"{uri}\0{version}".encode()).hexdigest()
@@ -119,34 +119,35 @@ class DiskCache:
         finally:
             os.close(handle)
 
-    def _reserve(self, size: int) -> None:
+    def _reserve(self, partial: str, size: int) -> None:
+        """Make room for `size` bytes and the file they will be written to, which has that size at once: whoever
+        counts meanwhile counts it."""
         with self._locked() as handle:
             text = os.pread(handle, 32, 0)
-            used = int(text) if text.strip().isdigit() else self.used_bytes
-            if used + size > self.max_bytes:
+            if not text.strip().isdigit() or (used := int(text)) + size > self.max_bytes:
                 used = self._evict(int(self.max_bytes * _EVICT_TO) - size)
+            with open(partial, "xb") as file:
+                file.truncate(size)
             os.pwrite(handle, f"{used + size:<32}".encode(), 0)
 
     def _evict(self, target_bytes: int) -> int:
-        """Remove least recently used files until at most `target_bytes` are left; returns what is left."""
-        files = sorted(self._files())
-        used = sum(size for _, size, _ in files)
-        for _, size, path in files:
+        """Remove least recently used files until at most `target_bytes` are left; returns what is left, with what
+        others are writing now. Counts anew, so a wrong sum mends itself here."""
+        partials = list(self._files("partial"))
+        abandoned = [p for p in partials if time.time() - p[0] > _PARTIAL_MAX_AGE_S]
+        objects = sorted(self._files("objects"))
+        used = sum(size for _, size, _ in objects + partials)
+        for _, size, path in abandoned + objects:
             if used <= max(0, target_bytes):
                 break
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(path)
             used -= size
-        with os.scandir(os.path.join(self.folder, "partial")) as partials:
-            for partial in partials:
-                with contextlib.suppress(FileNotFoundError):
-                    if time.time() - partial.stat().st_mtime > _PARTIAL_MAX_AGE_S:
-                        os.unlink(partial.path)
         return used
 
-    def _files(self) -> Iterator[tuple[float, int, str]]:
-        """(time of last use, bytes, path) of every object."""
-        for folder, _, names in os.walk(os.path.join(self.folder, "objects")):
+    def _files(self, kind: str) -> Iterator[tuple[float, int, str]]:
+        """(time of last use, bytes, path) of every file in one of the two folders."""
+        for folder, _, names in os.walk(os.path.join(self.folder, kind)):
             for name in names:
                 path = os.path.join(folder, name)
                 with contextlib.suppress(FileNotFoundError):

@@ -41,6 +41,7 @@ class IterableDataset(BucketDataset, torch.utils.data.IterableDataset[Any]):
         return self.rank_length()
 
     def __iter__(self) -> Iterator[Any]:
+        self.start_pass()
         indices = self.rank_indices()
         worker = torch.utils.data.get_worker_info()
         if worker is not None:
@@ -60,6 +61,12 @@ class IterableDataset(BucketDataset, torch.utils.data.IterableDataset[Any]):
                     continue
                 value = Skipped()
             yield value
+        self.end_pass()
+
+    def set_epoch(self, epoch: int) -> None:
+        """Start the next iteration at the beginning of `epoch`."""
+        super().set_epoch(epoch)
+        self._taken = self._skip = 0
 
     def state_dict(self) -> dict[str, Any]:
         """Where this stream stands, after the last sample it yielded.
@@ -79,7 +86,7 @@ class IterableDataset(BucketDataset, torch.utils.data.IterableDataset[Any]):
         state = dict(state)
         place = state.pop("worker", None)
         super().load_state_dict(state)
-        self._skip = 0
+        self._taken = self._skip = 0
         if place is not None:
             worker = torch.utils.data.get_worker_info()
             here = worker and {"id": worker.id, "num_workers": worker.num_workers, "block": self.block}

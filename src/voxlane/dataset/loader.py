@@ -57,13 +57,11 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
             raise ConfigError(
                 f"voxlane.DataLoader over a {type(dataset).__name__}", fix="Use torch's DataLoader for other datasets"
             )
-        if batch_size < 1:
+        if not isinstance(batch_size, int) or batch_size < 1:
             raise ConfigError(f"batch_size={batch_size}", fix="Give 1 or more")
-        dataset.keep_place = True
         collate = _Collate(collate_fn or default_collate)
         self._taken_batches = 0
         self._samples_a_batch = batch_size
-        dataset.block = batch_size
         if isinstance(dataset, IterableDataset):
             super().__init__(dataset, batch_size, drop_last=drop_last, collate_fn=collate, **arguments)
         else:
@@ -73,10 +71,16 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]  # torch names its private iterator
         dataset: Any = self.dataset
         self._taken_batches = 0
-        for batch in super().__iter__():
-            self._taken_batches += 1
-            if not isinstance(batch, _AllSkipped):
-                yield batch
+        # For this pass only: the dataset may also be given to another loader.
+        before = dataset.block, dataset.keep_place
+        dataset.block, dataset.keep_place = self._samples_a_batch, True
+        try:
+            for batch in super().__iter__():
+                self._taken_batches += 1
+                if not isinstance(batch, _AllSkipped):
+                    yield batch
+        finally:
+            dataset.block, dataset.keep_place = before
         self._taken_batches = 0
         dataset.set_epoch(dataset.epoch + 1)
 

@@ -11,7 +11,7 @@ import torch.utils.data
 from voxlane.dataset.base import BucketDataset, Skipped
 from voxlane.dataset.order import Positions
 from voxlane.dataset.samples import READ_AHEAD_BYTES, PendingSample, read_ahead
-from voxlane.errors import VoxlaneError
+from voxlane.errors import DatasetError, VoxlaneError
 
 _MAX_AHEAD_BYTES = 8 << 20
 """Batches up to this size are fetched one ahead. It hides the wait for the first byte, which is what small batches
@@ -88,6 +88,11 @@ class MapDataset(BucketDataset, torch.utils.data.Dataset[Any]):
                         raise
                     if self.keep_place:
                         batch.append(Skipped())
+                    elif len(pending) == 1 or (sample is pending[-1] and not batch):
+                        raise DatasetError(
+                            f"every sample of a batch failed, the last one so: {error}",
+                            fix="voxlane.DataLoader leaves such batches out; torch's cannot",
+                        ) from None
         except BaseException:
             for sample in pending:
                 sample.cancel()
@@ -130,7 +135,9 @@ class Sampler(torch.utils.data.Sampler[int]):
         self._dataset = dataset
 
     def __iter__(self) -> Iterator[int]:
-        return iter(self._dataset.rank_indices().tolist())
+        self._dataset.start_pass()
+        yield from self._dataset.rank_indices().tolist()
+        self._dataset.end_pass()
 
     def __len__(self) -> int:
         return self._dataset.rank_length()

@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from voxlane.dataset.cache import DiskCache
 from voxlane.dataset.compose import Composer, plan_groups
-from voxlane.errors import ChangedError
+from voxlane.errors import ChangedError, NotFoundError
 from voxlane.listing import Entry
 from voxlane.store import Store
 from voxlane.store.ranges import Span, split
@@ -76,8 +76,6 @@ class Reader:
         return [p for p in pending if p is not None]
 
     def _from_cache(self, entry: Entry) -> Pending | None:
-        if entry.size == 0:
-            return Pending([], b"")  # nothing to ask for
         if self._cache is None or entry.etag is None:
             return None
         body = self._cache.get(self._store.uri(entry.key), entry.etag, entry.size)
@@ -85,14 +83,24 @@ class Reader:
 
     def _plain(self, entry: Entry) -> Pending:
         spans = split(entry.size, self._store.config.part_bytes)
-        if len(spans) == 1:
+        if len(spans) <= 1:
             return Pending([self._store.submit(self._whole, entry)])
         body, target = _writable_bytes(entry.size)
         remaining = _Countdown(len(spans))
         return Pending([self._store.submit_part(self._part, entry, s, body, target, remaining) for s in spans], body)
 
     def _whole(self, entry: Entry) -> bytes:
-        body = bytes(self._store.get(entry.key, etag=entry.etag))
+        try:
+            body = bytes(self._store.get(entry.key, etag=entry.etag))
+        except NotFoundError as error:
+            if entry.size or type(error) is not NotFoundError:
+                raise
+            raise NotFoundError(
+                "no such object",
+                uri=self._store.uri(entry.key),
+                fix="It was deleted after it was listed, or is the marker of an empty folder, which cannot be read: "
+                "leave it out with match=",
+            ) from None
         self._check_size(entry, len(body))
         self._keep(entry, body)
         return body

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import numpy as np
-import pyarrow.compute as pc
 from torch.utils.data import get_worker_info
 
 from voxlane import uri as uris
@@ -24,7 +23,6 @@ from voxlane.dataset.tally import Tally
 from voxlane.errors import ConfigError, DecodeError, EmptyError, PairError, VoxlaneError
 from voxlane.listing import Entry, Manifest, list_objects
 from voxlane.store import Store, StoreConfig
-from voxlane.store.gcs_json import COMPOSED_PREFIX, GcsJson
 
 Compose = Literal["off", "on", "auto"]
 Decode = Callable[[bytes], Any]
@@ -52,6 +50,10 @@ class Source:
     ) -> None:
         if compose not in ("off", "on", "auto"):
             raise ConfigError(f"compose={compose!r}", fix='Give "off", "on" or "auto"')
+        if not isinstance(source, str | os.PathLike | Manifest):
+            raise ConfigError(f"a dataset over {source!r}", fix="Give a URI, a path or a Manifest")
+        if not (match is None or isinstance(match, str) or all(isinstance(m, str) for m in match)):
+            raise ConfigError(f"match={match!r}", fix="Give a pattern or a list of patterns")
         if decode is not None and not callable(decode):
             raise ConfigError(f"decode={decode!r} cannot be called", fix="Give a function from bytes to a sample")
         self.uri = source.uri if isinstance(source, Manifest) else os.fspath(source)
@@ -82,29 +84,22 @@ class Source:
     def manifest(self) -> Manifest:
         """The objects of this source, listed now if they were not yet."""
         if self._manifest is None:
-            manifest = self._list() if get_worker_info() is None else self._list_once_per_node()
-            if not len(manifest):
-                what = f"no object fits match={self._match!r}" if self._match else "no objects"
-                raise EmptyError(f"{what} under this prefix", uri=self.uri, fix="Check the prefix: voxlane ls URI")
-            self._manifest = manifest
+            self._manifest = self._list() if get_worker_info() is None else self._list_once_per_node()
+        if not len(self._manifest):
+            what = f"no object fits match={self._match!r}" if self._match else "no objects"
+            raise EmptyError(f"{what} under this prefix", uri=self.uri, fix="Check the prefix: voxlane ls URI")
         return self._manifest
 
     def _list(self) -> Manifest:
         self._enter_process()
-        prefix = uris.parse(self.uri).key
-        pages = None
-        if self.store.scheme == "gs" and (
-            self._compose == "on" or (self._compose == "auto" and AUTO_COMPOSE_MAX_BYTES)
-        ):
-            json_api = GcsJson(self.store)  # composed download needs generations
-            pages = lambda start: json_api.pages(prefix, start)  # noqa: E731
-        manifest = list_objects(
-            self.uri, match=self._match, store=self.store, concurrency=self._concurrency, pages=pages
+        may_compose = self._compose == "on" or (self._compose == "auto" and AUTO_COMPOSE_MAX_BYTES > 0)
+        return list_objects(
+            self.uri,
+            match=self._match,
+            store=self.store,
+            concurrency=self._concurrency,
+            generations=may_compose and self.store.scheme == "gs",
         )
-        if self.store.scheme == "gs" and COMPOSED_PREFIX.startswith(prefix):
-            rows = pc.invert(pc.starts_with(manifest.table["key"], COMPOSED_PREFIX))
-            manifest = Manifest(manifest.uri, manifest.table.filter(rows))
-        return manifest
 
     def _list_once_per_node(self) -> Manifest:
         """In a DataLoader worker whose parent had not listed: one worker lists, the others read its listing."""
@@ -190,10 +185,19 @@ class Samples:
 
     def _sample_names(self, source: Source) -> list[str]:
         if self._key is not None:
-            return [self._key(key) for key in source.manifest.keys()]
+            return [self._named(key) for key in source.manifest.keys()]
         start = len(source.manifest.folder)
         parts = [key[start:].rpartition("/") for key in source.manifest.keys()]
         return [folder + slash + name.split(".", 1)[0] for folder, slash, name in parts]
+
+    def _named(self, key: str) -> str:
+        assert self._key is not None
+        try:
+            return self._key(key)
+        except Exception as error:
+            raise PairError(
+                f"key= raised {type(error).__name__} on {key!r}: {error}", fix="Give a function that names every key"
+            ) from error
 
     @property
     def fingerprint(self) -> str:
@@ -294,7 +298,7 @@ def align(uris_by_name: Mapping[str, str], names: Mapping[str, Sequence[str]]) -
         for row, name in enumerate(listed):
             if name in places[source]:
                 raise PairError(
-                    f"two objects of {source!r} are named {name!r} (rows {places[source][name]} and {row})",
+                    f"two objects of {source!r} are named {name!r}: numbers {places[source][name]} and {row} by key",
                     uri=uris_by_name[source],
                     fix="Pass key=, a function from a key to the sample's name",
                 )

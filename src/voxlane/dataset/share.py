@@ -7,7 +7,6 @@ from typing import Any
 
 import torch.distributed
 
-from voxlane.errors import VoxlaneError
 from voxlane.listing import Manifest, list_objects
 from voxlane.store import StoreConfig
 
@@ -23,10 +22,10 @@ def list_once(
     if torch.distributed.get_rank() == 0:
         try:
             answer = [list_objects(uri, match=match, config=config, concurrency=concurrency)]
-        except VoxlaneError as error:
+        except Exception as error:  # noqa: BLE001 - a process boundary: every rank raises it, else they would wait
             answer = [error]
     torch.distributed.broadcast_object_list(answer, src=0)
-    if isinstance(answer[0], VoxlaneError):
+    if isinstance(answer[0], Exception):
         raise answer[0]
     manifest: Manifest = answer[0]
     return manifest

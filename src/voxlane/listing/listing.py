@@ -11,9 +11,11 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from voxlane import uri as uris
+from voxlane.errors import ConfigError, NotFoundError
 from voxlane.listing.manifest import SCHEMA, Manifest
 from voxlane.listing.parallel import OutOfOrder, Pages, ParallelLister, as_batch
 from voxlane.store import Store, StoreConfig
+from voxlane.store.gcs_json import COMPOSED_PREFIX, GcsJson
 
 _LISTS_FROM_A_KEY = ("s3", "gs")
 """Services that can start a listing at any key and list in order. The others are listed sequentially."""
@@ -27,7 +29,7 @@ def list_objects(
     concurrency: int = 64,
     progress: bool | None = None,
     store: Store | None = None,
-    pages: Callable[[str | None], Iterator[Any]] | None = None,
+    generations: bool = False,
 ) -> Manifest:
     """List every object whose key starts with the key of `uri`, a plain string prefix (`gs://b/foo/a` finds
     `foo/a1`).
@@ -35,15 +37,24 @@ def list_objects(
     match: shell patterns; only keys that fit one are kept.
     concurrency: list requests in flight, at most; 1 lists sequentially.
     progress: a bar on stderr; by default when stderr is a terminal.
-    pages: another source of pages (see `voxlane.listing.parallel.Pages`), for services with more than one listing.
+    generations: GCS only: list each object's generation as its version, which composed download needs.
+
+    What composed download leaves in a bucket for a moment is not listed.
     """
     parsed = uris.parse(uri)
     store = store or Store(uri, config)
     prefix = parsed.key
-    if parsed.scheme == "file" and prefix and not prefix.endswith("/") and _is_folder(prefix):
+    if parsed.scheme == "file" and prefix and not prefix.endswith("/") and os.path.isdir(f"/{prefix}"):
         prefix += "/"  # a folder's name alone means the folder, as everywhere on a file system
     folder = prefix[: prefix.rfind("/") + 1]
-    source: Pages = pages or (lambda start: map(as_batch, store.list_pages(folder, start)))
+    if parsed.scheme == "file" and not os.path.isdir(f"/{folder}"):
+        raise NotFoundError("no such folder", uri=uri, fix="Check its spelling")
+    if generations and parsed.scheme != "gs":
+        raise ConfigError("generations exist on GCS only", uri=uri, fix="Leave them out")
+    source: Pages = lambda start: map(as_batch, store.list_pages(folder, start))  # noqa: E731
+    if generations:
+        json_api = GcsJson(store)
+        source = lambda start: json_api.pages(prefix, start)  # noqa: E731
     with _Bar(uri, progress) as bar:
         batches: list[Any] | None = None
         if parsed.scheme in _LISTS_FROM_A_KEY and concurrency > 1:
@@ -54,6 +65,8 @@ def list_objects(
         if batches is None:
             batches = list(_sequential(source, prefix, bar.add))
     table = pa.Table.from_batches(batches).cast(SCHEMA) if batches else SCHEMA.empty_table()
+    if parsed.scheme == "gs" and COMPOSED_PREFIX.startswith(prefix):
+        table = table.filter(pc.invert(pc.starts_with(table["key"], COMPOSED_PREFIX)))
     return Manifest(str(parsed), _without_folder_markers(_sorted(table))).match(match)
 
 
@@ -88,10 +101,6 @@ def _without_folder_markers(table: Any) -> Any:
         return table
     marker = pc.and_(empty, pc.is_in(table["key"], pa.array(sorted(folders), pa.large_string())))
     return table.filter(pc.invert(marker))
-
-
-def _is_folder(key: str) -> bool:
-    return os.path.isdir("/" + key)
 
 
 class _Bar:

@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -60,7 +60,13 @@ class Manifest:
     def __len__(self) -> int:
         return int(self.table.num_rows)
 
-    def __getitem__(self, index: int) -> Entry:
+    @overload
+    def __getitem__(self, index: int) -> Entry: ...
+    @overload
+    def __getitem__(self, index: slice) -> Manifest: ...
+    def __getitem__(self, index: int | slice) -> Entry | Manifest:
+        if isinstance(index, slice):
+            return self.take(range(*index.indices(len(self))))
         if not -len(self) <= index < len(self):
             raise IndexError(f"index {index} in a manifest of {len(self)} objects")
         row = index % len(self)
@@ -120,9 +126,9 @@ class Manifest:
             digest.update(_bytes_of(column))
         return digest.hexdigest()[:16]
 
-    def take(self, rows: Sequence[int] | npt.NDArray[np.int64]) -> Manifest:
+    def take(self, rows: Sequence[int] | range | npt.NDArray[np.int64]) -> Manifest:
         """The entries at `rows`, in that order."""
-        return Manifest(self.uri, self.table.take(pa.array(rows, pa.int64())))
+        return Manifest(self.uri, self.table.take(pa.array(np.asarray(rows, np.int64))))
 
     def match(self, patterns: str | Sequence[str] | None) -> Manifest:
         """The entries whose key fits one of the shell patterns (`*.nii.gz`, `*/labels/*`); `*` crosses slashes."""

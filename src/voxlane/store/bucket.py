@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import random
+import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -14,7 +16,15 @@ import numpy as np
 import numpy.typing as npt
 
 from voxlane import uri as uris
-from voxlane.errors import ChangedError, ConfigError, NotFoundError, RangeError, StoreError, VoxlaneError
+from voxlane.errors import (
+    ChangedError,
+    ConfigError,
+    NotFoundError,
+    PermissionDeniedError,
+    RangeError,
+    StoreError,
+    VoxlaneError,
+)
 from voxlane.store.config import StoreConfig
 from voxlane.store.counters import Counters
 from voxlane.store.credentials import open_native
@@ -27,6 +37,10 @@ LIST_PAGE_KEYS = 1000
 """Keys a list request returns at most on S3 and GCS; also how listed keys are counted as requests."""
 
 
+_log = logging.getLogger("voxlane")
+_ATTEMPTS_BEFORE_A_WORD = 5
+"""A request that fails this often, some seconds, is worth a warning."""
+_WORD_EVERY_S = 30.0
 _COPY_BYTES = 256 * 1024
 """How much `get_into` copies at a time: enough to be few calls, little enough to stay in the processor's cache."""
 
@@ -53,6 +67,8 @@ class Store:
 
     def __init__(self, uri: str, config: StoreConfig | None = None) -> None:
         parsed = uris.parse(uri)
+        if not (config is None or isinstance(config, StoreConfig)):
+            raise ConfigError(f"config={config!r}", uri=uri, fix="Give a StoreConfig; StoreConfig.from_dict makes one")
         self.root = parsed.root
         """The bucket's URI, ending in a slash."""
         self.config = config or StoreConfig()
@@ -63,6 +79,7 @@ class Store:
 
     def _reset(self) -> None:
         self._pid = -1
+        self._last_word = -_WORD_EVERY_S
         self._native: Any = None
         self._pool: ThreadPoolExecutor | None = None
         self._part_pool: ThreadPoolExecutor | None = None
@@ -209,6 +226,7 @@ class Store:
         `if_absent` writes only a key that does not exist (AlreadyExistsError); `if_etag` only over that version
         (ChangedError). A service without such preconditions raises UnsupportedError.
         """
+        self.check_writable(key)
         mode: Any = "overwrite"
         if if_absent:
             mode = "create"
@@ -224,7 +242,27 @@ class Store:
     def open_writer(self, key: str) -> Writer:
         """A streaming writer for an object of any size: uploads parts of `config.part_bytes` while you write, in
         bounded memory, and publishes only on `commit()` or a clean end of its `with` block."""
+        self.check_writable(key)
         return Writer(self, key)
+
+    def check_writable(self, key: str) -> None:
+        """Raise at once for a key that cannot be written: an empty one, or one in a folder that takes no files. There
+        the engine would try for ever to create one."""
+        if not key or key.endswith("/"):
+            raise ConfigError("the URI names no object to write", uri=self.uri(key), fix="Add a name after the slash")
+        if self.scheme != "file":
+            return
+        folder = os.path.dirname(f"/{key}")
+        try:
+            os.makedirs(folder, exist_ok=True)
+            with tempfile.TemporaryFile(dir=folder):
+                pass
+        except OSError as error:
+            raise PermissionDeniedError(
+                f"cannot write here: {error.strerror}", uri=self.uri(key), fix="Choose a folder this user can write"
+            ) from None
+        if os.path.isdir(f"/{key}"):
+            raise ConfigError("this is a folder", uri=self.uri(key), fix="Add a file name")
 
     def _generation(self, key: str, etag: str) -> str | None:
         """GCS conditions writes on generations: the one that `etag` names, if that is still the current object."""
@@ -321,7 +359,7 @@ class Store:
             except Transient as error:
                 failure = error
             except Exception as error:
-                if isinstance(error, StoreError) or not is_foreign(error):
+                if isinstance(error, VoxlaneError) or not is_foreign(error):
                     raise
                 translated = translate(error, uri)
                 if isinstance(translated, StoreError):
@@ -330,8 +368,17 @@ class Store:
             pause_s = delay_s * random.uniform(0.5, 1.0)
             if time.monotonic() + pause_s > deadline:
                 raise failure.final(attempts) from None
+            if attempts == _ATTEMPTS_BEFORE_A_WORD:
+                self._say_that_it_retries(failure)
             time.sleep(pause_s)
             delay_s = min(delay_s * retry.multiplier, retry.max_delay_s)
+
+    def _say_that_it_retries(self, failure: Transient) -> None:
+        now = time.monotonic()
+        if now - self._last_word > _WORD_EVERY_S:  # many requests fail together; one line is enough
+            self._last_word = now
+            deadline_s = self.config.retry.deadline_s
+            _log.warning("%s: %s; trying again for up to %.0f s", failure.uri, failure, deadline_s)
 
 
 _inherited: list[Any] = []

@@ -30,6 +30,7 @@ class RetryConfig:
     """Longest pause."""
 
     def __post_init__(self) -> None:
+        _check_types(self, "retry.")
         _at_least(self, 0, "deadline_s", "initial_delay_s", "max_delay_s")
         _at_least(self, 1, "multiplier")
 
@@ -79,6 +80,7 @@ class StoreConfig:
     """Objects larger than this are read as concurrent ranges of this size, and written as parts of it."""
 
     def __post_init__(self) -> None:
+        _check_types(self, "")
         _at_least(self, 1, "max_concurrency", "max_parts", "part_bytes")
         if self.connect_timeout_s <= 0 or self.read_timeout_s <= 0:
             raise ConfigError("StoreConfig: a timeout must be above zero")
@@ -107,9 +109,14 @@ class StoreConfig:
                 document = tomllib.load(file)
         except OSError as error:
             raise ConfigError(f"cannot read the config file: {error.strerror}", uri=os.fspath(path)) from None
-        except tomllib.TOMLDecodeError as error:
+        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
             raise ConfigError(f"not valid TOML: {error}", uri=os.fspath(path)) from None
-        return cls.from_dict(document.get("store", {}))
+        if set(document) != {"store"} or not isinstance(document["store"], dict):
+            names = ", ".join(map(repr, document)) or "nothing"
+            raise ConfigError(
+                f"the file holds {names}", uri=os.fspath(path), fix="Put the settings in one table named [store]"
+            )
+        return cls.from_dict(document["store"])
 
 
 def _build(cls: type[_T], values: Mapping[str, Any], where: str) -> _T:
@@ -119,15 +126,18 @@ def _build(cls: type[_T], values: Mapping[str, Any], where: str) -> _T:
             near = difflib.get_close_matches(name, known, n=1)
             hint = f"Did you mean {where}{near[0]!r}?" if near else f"Fields: {', '.join(known)}"
             raise ConfigError(f"unknown store setting {where}{name!r}", fix=hint)
-    for name, value in values.items():
-        expected = str(known[name].type)
-        if not _fits(value, expected):
-            raise ConfigError(f"store setting {where}{name!r} is {value!r}", fix=f"It takes {expected}")
     return cls(**values)
 
 
+def _check_types(config: Any, where: str) -> None:
+    for field_ in dataclasses.fields(config):
+        value, expected = getattr(config, field_.name), str(field_.type)
+        if not _fits(value, expected):
+            raise ConfigError(f"store setting {where}{field_.name!r} is {value!r}", fix=f"It takes {expected}")
+
+
 def _fits(value: Any, expected: str) -> bool:
-    """Whether a value read from a file fits a field's annotation (None, str, bool, int, float or a nested config)."""
+    """Whether a value fits a field's annotation (None, str, bool, int, float, a nested config or a callable)."""
     if isinstance(value, bool):
         return "bool" in expected
     if isinstance(value, str):
@@ -136,7 +146,11 @@ def _fits(value: Any, expected: str) -> bool:
         return "int" in expected or "float" in expected
     if isinstance(value, float):
         return "float" in expected
-    return (value is None and "None" in expected) or isinstance(value, RetryConfig)
+    if value is None:
+        return "None" in expected
+    return ("RetryConfig" in expected and isinstance(value, RetryConfig)) or (
+        "Callable" in expected and callable(value)
+    )
 
 
 def _at_least(config: Any, least: float, *names: str) -> None:

@@ -17,10 +17,12 @@ import stat
 import sys
 import tempfile
 import threading
+import time
 from types import ModuleType
 from typing import Any
 
 _EXTENSION = "obstore._obstore"
+_COPY_MAX_AGE_S = 24 * 3600.0
 _lock = threading.Lock()
 _depth = 0
 _stale = False
@@ -98,9 +100,17 @@ def _private_copy(original: str, depth: int) -> str:
             os.close(handle)
             shutil.copyfile(original, partial)
             os.replace(partial, path)  # atomic: a sibling never loads half a file
+            _remove_old_copies(folder)
         return path
     except OSError:
         return _memory_copy(original)
+
+
+def _remove_old_copies(folder: str) -> None:
+    """Copies of other versions; processes that have one loaded keep it."""
+    for entry in os.scandir(folder):
+        if entry.name.startswith("obstore-") and time.time() - entry.stat().st_mtime > _COPY_MAX_AGE_S:
+            os.unlink(entry.path)
 
 
 def _private_folder() -> str:

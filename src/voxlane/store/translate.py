@@ -48,11 +48,11 @@ _NO_CREDENTIALS = (
 
 LOGIN = {
     "gs": "Run `gcloud auth application-default login`, set GOOGLE_APPLICATION_CREDENTIALS to a key file, "
-    "or pass StoreConfig(anonymous=True) for a public bucket",
+    "or go without (StoreConfig(anonymous=True), --anonymous) for a public bucket",
     "s3": "Set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, choose an AWS_PROFILE, "
-    "or pass StoreConfig(anonymous=True) for a public bucket",
+    "or go without (StoreConfig(anonymous=True), --anonymous) for a public bucket",
     "az": "Set AZURE_STORAGE_ACCOUNT_NAME and AZURE_STORAGE_ACCOUNT_KEY, run `az login`, "
-    "or pass StoreConfig(anonymous=True) for a public container",
+    "or go without (StoreConfig(anonymous=True), --anonymous) for a public container",
 }
 
 
@@ -100,7 +100,7 @@ def translate(error: BaseException, uri: str) -> StoreError | Transient:
         return errors.StoreError(f"wrong region{said}", uri=bucket, fix="Set StoreConfig(region=...) or AWS_REGION")
     if name == "UnauthenticatedError" or status == 401 or code in _BAD_KEYS:
         return errors.CredentialsError(f"the credentials were not accepted{said}", uri=uri, fix=LOGIN.get(scheme, ""))
-    if name == "PermissionDeniedError" or status == 403 or isinstance(error, PermissionError):
+    if name == "PermissionDeniedError" or status == 403 or isinstance(error, PermissionError) or "os error 13" in text:
         return errors.PermissionDeniedError(
             f"access denied{said}", uri=uri, fix="Ask for read (or write) permission on it, or use another identity"
         )

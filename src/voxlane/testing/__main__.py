@@ -84,11 +84,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     try:
         _run(_serve(arguments))
     except KeyboardInterrupt:
-        return
-    finally:
-        # Freeing a million keys one by one at exit takes seconds and serves nobody.
-        sys.stdout.flush()
-        os._exit(0)
+        pass
+    except (OSError, OverflowError) as error:
+        raise SystemExit(
+            f"The emulator cannot serve on port {arguments.port}: {error}. Choose another --port"
+        ) from None
+    # Freeing a million keys one by one at exit takes seconds and serves nobody.
+    sys.stdout.flush()
+    os._exit(0)
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cached_property
 from typing import Any
 
 from voxlane.compat.dataflux.config import Config, store_config
@@ -36,7 +37,8 @@ class DatafluxDataset:
         )
         super().__init__(Samples(source))  # type: ignore[call-arg]  # the dataset that stands behind in the bases
 
-    @property
+    @cached_property
     def objects(self) -> list[tuple[str, int]]:
         """Name and size in bytes of every object, in order."""
-        return [(entry.key, entry.size) for entry in self.samples.sources[""].manifest]
+        manifest = self.samples.sources[""].manifest
+        return list(zip(manifest.keys(), manifest.sizes.tolist(), strict=True))

@@ -52,7 +52,8 @@ class Source:
             raise ConfigError(f"compose={compose!r}", fix='Give "off", "on" or "auto"')
         if not isinstance(source, str | os.PathLike | Manifest):
             raise ConfigError(f"a dataset over {source!r}", fix="Give a URI, a path or a Manifest")
-        if not (match is None or isinstance(match, str) or all(isinstance(m, str) for m in match)):
+        listed = isinstance(match, Sequence) and all(isinstance(m, str) for m in match)
+        if match is not None and not listed:  # a single pattern is a sequence of strings too
             raise ConfigError(f"match={match!r}", fix="Give a pattern or a list of patterns")
         if decode is not None and not callable(decode):
             raise ConfigError(f"decode={decode!r} cannot be called", fix="Give a function from bytes to a sample")

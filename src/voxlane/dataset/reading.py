@@ -19,6 +19,12 @@ from voxlane.store import Store
 from voxlane.store.ranges import Span, split
 
 
+_IN_PLACE_BYTES = 256 * 1024
+"""Objects from this size on are filled in place; below it the copy is cheaper than the bookkeeping."""
+_BULK_BYTES = 1 << 20
+"""Objects from this size on share `max_parts` requests in flight: they are limited by bytes, not by waiting."""
+
+
 class Pending:
     """One object on its way. `result()` waits and returns its bytes, once; `cancel()` drops what has not started."""
 
@@ -82,12 +88,13 @@ class Reader:
         return None if body is None else Pending([], body)
 
     def _plain(self, entry: Entry) -> Pending:
-        spans = split(entry.size, self._store.config.part_bytes)
-        if len(spans) <= 1:
+        if entry.size < min(_IN_PLACE_BYTES, self._store.config.part_bytes):
             return Pending([self._store.submit(self._whole, entry)])
+        submit = self._store.submit_part if entry.size >= _BULK_BYTES else self._store.submit
+        spans = split(entry.size, self._store.config.part_bytes)
         body, target = _writable_bytes(entry.size)
         remaining = _Countdown(len(spans))
-        return Pending([self._store.submit_part(self._part, entry, s, body, target, remaining) for s in spans], body)
+        return Pending([submit(self._part, entry, s, body, target, remaining) for s in spans], body)
 
     def _whole(self, entry: Entry) -> bytes:
         try:

@@ -18,7 +18,6 @@ from voxlane.listing import Entry
 from voxlane.store import Store
 from voxlane.store.ranges import Span, split
 
-
 _IN_PLACE_BYTES = 256 * 1024
 """Objects from this size on are filled in place; below it the copy is cheaper than the bookkeeping."""
 _BULK_BYTES = 1 << 20
@@ -92,7 +91,7 @@ class Reader:
             return Pending([self._store.submit(self._whole, entry)])
         submit = self._store.submit_part if entry.size >= _BULK_BYTES else self._store.submit
         spans = split(entry.size, self._store.config.part_bytes)
-        body, target = _writable_bytes(entry.size)
+        body, target = _writable_bytes(entry.size)  # each part below holds `body`, which owns the target's memory
         remaining = _Countdown(len(spans))
         return Pending([submit(self._part, entry, s, body, target, remaining) for s in spans], body)
 

@@ -47,7 +47,7 @@ $(VENV)/.bench: $(VENV)/.installed
 	$(PIP) install --quiet -c $(CONSTRAINTS) --editable '.[dev,bench]'
 	@touch $@
 
-bench: $(VENV)/.bench  ## all benchmarks against their peers (about 20 minutes); results in benchmarks/results
+bench: $(VENV)/.bench  ## all benchmarks against their peers (about 25 minutes); results in benchmarks/results
 	$(BIN)/python benchmarks/run.py
 
 bench-quick: $(VENV)/.bench  ## the same with small numbers, to see that it runs (about 3 minutes)

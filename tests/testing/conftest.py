@@ -1,4 +1,4 @@
-"""One emulator for the whole session, emptied before each test, and the real clients pointed at it."""
+"""The real clients, pointed at the session's emulator (tests/conftest.py)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from botocore.config import Config
 from google.auth.credentials import AnonymousCredentials
 from obstore.store import GCSStore, S3Store
 
-from voxlane.testing import Access, Emulator
+from voxlane.testing import Emulator
 
 with warnings.catch_warnings():
     # google.api_core warns while it is imported where grpcio is installed and grpcio-status is not.
@@ -21,23 +21,6 @@ with warnings.catch_warnings():
     from google.cloud import storage
 
 BUCKET = "bkt"
-
-
-@pytest.fixture(scope="session")
-def running() -> Iterator[Emulator]:
-    with Emulator() as emulator:
-        yield emulator
-
-
-@pytest.fixture
-def emulator(running: Emulator) -> Emulator:
-    """The session's emulator with nothing in it but one empty bucket."""
-    running.clear_faults()
-    running.set_access(Access())
-    running.wipe()
-    running.create_bucket(BUCKET)
-    running.reset_counters()
-    return running
 
 
 @pytest.fixture

@@ -185,13 +185,12 @@ def _clean(options: argparse.Namespace) -> int:
         raise ConfigError("a bucket is cleaned as a whole", uri=options.uri, fix=f"Write {store.root}")
     if not 0 <= options.older_than <= _TEN_YEARS_MINUTES:
         raise ConfigError(f"--older-than {options.older_than}", fix="Give minutes, zero or more")
-    everything = find_leftovers(store, older_than_s=0)
-    leftovers = find_leftovers(store, older_than_s=options.older_than * 60) if everything else []
+    leftovers, younger = find_leftovers(store, older_than_s=options.older_than * 60)
     if not options.dry_run:
         store.delete([entry.key for entry in leftovers])
     size = _human(sum(entry.size for entry in leftovers))
     print(f"{len(leftovers)} leftover objects, {size}, {'found' if options.dry_run else 'removed'} in {store.root}")
-    if younger := len(everything) - len(leftovers):
+    if younger:
         print(f"{younger} younger ones kept: a run may still be reading them (--older-than 0 takes all)")
     return 0
 

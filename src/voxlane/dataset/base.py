@@ -10,7 +10,7 @@ from typing import Any, Literal, Self
 import torch.distributed
 
 from voxlane.dataset.order import Positions, State, Tail, check_rank, epoch_order, rank_share, rank_share_size
-from voxlane.dataset.samples import Compose, Decode, Samples, Source
+from voxlane.dataset.samples import Compose, Decode, PendingSample, Samples, Source
 from voxlane.dataset.tally import Tally
 from voxlane.errors import (
     ChangedError,
@@ -33,6 +33,9 @@ _log = logging.getLogger("voxlane")
 
 class Skipped:
     """Stands for a sample that failed, where a batch must keep count; `DataLoader` drops it before collating."""
+
+    def __init__(self, error: VoxlaneError) -> None:
+        self.why = str(error)
 
 
 class BucketDataset:
@@ -216,10 +219,13 @@ class BucketDataset:
         """Requests, bytes and retries so far, DataLoader workers included."""
         return self._tally.traffic()
 
-    def skips(self, error: VoxlaneError) -> bool:
-        """Whether a failed sample is to be left out; if so, counts and logs it."""
-        if self.on_error != "skip" or not isinstance(error, _SKIPPABLE):
-            return False
-        self._tally.add_skipped()
-        _log.warning("skipped: %s", error)
-        return True
+    def take(self, sample: PendingSample) -> Any:
+        """The sample, or `Skipped` when it failed and is to be left out; that is counted and logged."""
+        try:
+            return sample.result()
+        except VoxlaneError as error:
+            if self.on_error != "skip" or not isinstance(error, _SKIPPABLE):
+                raise
+            self._tally.add_skipped()
+            _log.warning("skipped: %s", error)
+            return Skipped(error)

@@ -10,7 +10,7 @@ import torch.utils.data
 from voxlane.dataset.base import BucketDataset, Skipped
 from voxlane.dataset.order import worker_share
 from voxlane.dataset.samples import READ_AHEAD_BYTES, read_ahead
-from voxlane.errors import ConfigError, StateError, VoxlaneError
+from voxlane.errors import ConfigError, StateError
 
 
 class IterableDataset(BucketDataset, torch.utils.data.IterableDataset[Any]):
@@ -52,15 +52,9 @@ class IterableDataset(BucketDataset, torch.utils.data.IterableDataset[Any]):
     def _stream(self, indices: list[int]) -> Iterator[Any]:
         for sample in read_ahead(self.samples, indices, self.read_ahead_bytes):
             self._taken += 1
-            try:
-                value = sample.result()
-            except VoxlaneError as error:
-                if not self.skips(error):
-                    raise
-                if not self.keep_place:
-                    continue
-                value = Skipped()
-            yield value
+            value = self.take(sample)
+            if self.keep_place or not isinstance(value, Skipped):
+                yield value
         self.end_pass()
 
     def set_epoch(self, epoch: int) -> None:

@@ -11,7 +11,7 @@ import torch.utils.data
 from voxlane.dataset.base import BucketDataset, Skipped
 from voxlane.dataset.order import Positions
 from voxlane.dataset.samples import READ_AHEAD_BYTES, PendingSample, read_ahead
-from voxlane.errors import DatasetError, VoxlaneError
+from voxlane.errors import DatasetError
 
 _MAX_AHEAD_BYTES = 8 << 20
 """Batches up to this size are fetched one ahead. It hides the wait for the first byte, which is what small batches
@@ -59,11 +59,9 @@ class MapDataset(BucketDataset, torch.utils.data.Dataset[Any]):
     def __iter__(self) -> Iterator[Any]:
         """All samples in key order, read ahead; for a loop without a DataLoader."""
         for sample in read_ahead(self.samples, range(len(self.samples)), READ_AHEAD_BYTES):
-            try:
-                yield sample.result()
-            except VoxlaneError as error:
-                if not self.skips(error):
-                    raise
+            value = self.take(sample)
+            if not isinstance(value, Skipped):
+                yield value
 
     def __getitems__(self, indices: Sequence[int]) -> list[Any]:
         """A whole batch, fetched concurrently; what DataLoader calls.
@@ -78,26 +76,21 @@ class MapDataset(BucketDataset, torch.utils.data.Dataset[Any]):
             pending = self.samples.submit(indices)
         if following := self._following(indices):
             self._ahead = os.getpid(), following, self.samples.submit(following)
-        batch: list[Any] = []
         try:
-            for sample in pending:
-                try:
-                    batch.append(sample.result())
-                except VoxlaneError as error:
-                    if not self.skips(error):
-                        raise
-                    if self.keep_place:
-                        batch.append(Skipped())
-                    elif len(pending) == 1 or (sample is pending[-1] and not batch):
-                        raise DatasetError(
-                            f"every sample of a batch failed, the last one so: {error}",
-                            fix="voxlane.DataLoader leaves such batches out; torch's cannot",
-                        ) from None
+            batch = [self.take(sample) for sample in pending]
         except BaseException:
             for sample in pending:
                 sample.cancel()
             raise
-        return batch
+        if self.keep_place:
+            return batch
+        kept = [value for value in batch if not isinstance(value, Skipped)]
+        if batch and not kept:
+            raise DatasetError(
+                f"every sample of a batch failed, the last one so: {batch[-1].why}",
+                fix="voxlane.DataLoader leaves such batches out; torch's cannot",
+            )
+        return kept
 
     def _following(self, indices: list[int]) -> list[int]:
         """The batch this process will be asked for after `indices`; empty when that is not known, or is too large to

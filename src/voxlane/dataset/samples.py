@@ -25,11 +25,11 @@ from voxlane.listing import Entry, Manifest, list_objects
 from voxlane.store import Store, StoreConfig
 
 Compose = Literal["off", "on", "auto"]
+"""Whether small objects of a GCS bucket are joined on the server. "auto" follows our measurements, and they say never
+(docs/composed-download.md)."""
 Decode = Callable[[bytes], Any]
 READ_AHEAD_BYTES = 256 << 20
 """How much a stream has on its way or waiting, by default."""
-AUTO_COMPOSE_MAX_BYTES = 0
-"""`compose="auto"` joins objects when their mean size is at most this. Zero: measured, it never pays (docs/log.md)."""
 
 
 class Source:
@@ -93,20 +93,18 @@ class Source:
 
     def _list(self) -> Manifest:
         self._enter_process()
-        may_compose = self._compose == "on" or (self._compose == "auto" and AUTO_COMPOSE_MAX_BYTES > 0)
         return list_objects(
             self.uri,
             match=self._match,
             store=self.store,
             concurrency=self._concurrency,
-            generations=may_compose and self.store.scheme == "gs",
+            generations=self._compose == "on",
         )
 
     def _list_once_per_node(self) -> Manifest:
         """In a DataLoader worker whose parent had not listed: one worker lists, the others read its listing."""
-        folder = os.path.join(tempfile.gettempdir(), f"voxlane-{os.getuid()}")
-        os.makedirs(folder, mode=0o700, exist_ok=True)
-        path = os.path.join(folder, f"listing-{self._id}.parquet")
+        path = self._listing_path()
+        os.makedirs(os.path.dirname(path), mode=0o700, exist_ok=True)
         with open(f"{path}.lock", "w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             if not os.path.exists(path):
@@ -115,8 +113,10 @@ class Source:
 
     def remove_listing_when_dropped(self, owner: object) -> None:
         """Remove the file that workers shared when `owner`, an object of the parent process, goes."""
-        path = os.path.join(tempfile.gettempdir(), f"voxlane-{os.getuid()}", f"listing-{self._id}.parquet")
-        weakref.finalize(owner, _remove, os.getpid(), path)
+        weakref.finalize(owner, _remove, os.getpid(), self._listing_path())
+
+    def _listing_path(self) -> str:
+        return os.path.join(tempfile.gettempdir(), f"voxlane-{os.getuid()}", f"listing-{self._id}.parquet")
 
     def _enter_process(self) -> None:
         if self._tally is not None:
@@ -131,13 +131,8 @@ class Source:
         return self._reader[1]
 
     def _composer(self) -> Composer | None:
-        if self._compose == "off" or self.store.scheme != "gs":
+        if self._compose != "on":
             return None
-        manifest = self.manifest
-        if self._compose == "auto":
-            mean_bytes = manifest.total_bytes / max(1, len(manifest))
-            if mean_bytes > AUTO_COMPOSE_MAX_BYTES or manifest[0].version is None:
-                return None
         composer = Composer(self.store, self._compose_max_bytes)
         composer.check_permissions()
         return composer

@@ -18,7 +18,13 @@
     │   ├── DecodeError           the user's decode raised on one object
     │   ├── PairError             zipped datasets do not line up
     │   └── StateError            a saved state belongs to another dataset
-    └── CacheError                the local disk cache cannot be used
+    ├── CacheError                the local disk cache cannot be used
+    └── CheckpointError
+        ├── IncompleteError       the checkpoint was never published, or a file of it is gone
+        ├── CorruptError          stored bytes are not those that were written
+        ├── UnsafeError           reading it would run code from the file
+        ├── MismatchError         the checkpoint does not fit the model
+        └── BusyError             the save before is still running
 
 Every class can be built from one string, because a DataLoader worker's exception is rebuilt in the parent
 from its type and its text.
@@ -114,3 +120,27 @@ class StateError(DatasetError):
 
 class CacheError(VoxlaneError):
     """The local disk cache cannot be used."""
+
+
+class CheckpointError(VoxlaneError):
+    """A checkpoint cannot be written or read."""
+
+
+class IncompleteError(CheckpointError):
+    """The checkpoint was never published, or a file of it is gone."""
+
+
+class CorruptError(CheckpointError):
+    """Stored bytes are not those that were written."""
+
+
+class UnsafeError(CheckpointError):
+    """Reading it would run code from the file, which nobody allowed."""
+
+
+class MismatchError(CheckpointError):
+    """The checkpoint does not fit the model."""
+
+
+class BusyError(CheckpointError):
+    """The save before is still running."""

@@ -1,32 +1,45 @@
-"""A read-only file over an object, fetched in concurrent ranges."""
+"""A read-only file over an object, fetched in concurrent ranges and checked as it is read."""
 
 from __future__ import annotations
 
 import io
+import os
 from collections import OrderedDict
+from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
-from voxlane.store import Store
+from voxlane.checkpoint.source import Source
 
 _READ_AHEAD_BLOCKS = 8
 _KEPT_BLOCKS = 4
 
 
 class RangedReader(io.RawIOBase):
-    """Blocks of the store's `part_bytes` are fetched ahead while reading goes forward, and a few are kept, so that
-    memory is bounded by about twelve blocks whatever the object's size. Every block is checked to be of the version
-    that was there when the file was opened."""
+    """A seekable file. Whole blocks go straight to where the caller wants them, many requests at a time; while reading
+    goes forward the next eight blocks are fetched ahead, and a few are kept, so that memory is bounded by about
+    twelve blocks of the store's `part_bytes`, whatever the object's size.
 
-    def __init__(self, store: Store, key: str) -> None:
+    Every block is checked to be of the version that was there when the file was opened and, where checksums are kept,
+    to be what was written (CorruptError).
+    """
+
+    def __init__(self, source: Source) -> None:
         super().__init__()
-        self._store = store
-        self._info = store.head(key)
-        self._block_bytes = store.config.part_bytes
+        self._source = source
+        self._size = source.info.size
+        self._block_bytes = source.request_bytes
         self._blocks: OrderedDict[int, Future[Any]] = OrderedDict()
         self._position = 0
+        self._next_block = 0
+
+    @property
+    def size(self) -> int:
+        """Bytes of the object."""
+        return self._size
 
     def readable(self) -> bool:
         """True."""
@@ -42,7 +55,7 @@ class RangedReader(io.RawIOBase):
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
         """Move; costs nothing by itself."""
-        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._info.size}[whence]
+        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._size}[whence]
         if base + offset < 0:
             raise ValueError(f"seek to {base + offset}, before the start of the file")
         self._position = base + offset
@@ -51,16 +64,56 @@ class RangedReader(io.RawIOBase):
     def readinto(self, buffer: Any) -> int:
         """Fill `buffer` from the current position; returns how many bytes there were."""
         target = np.frombuffer(memoryview(buffer).cast("B"), np.uint8)
-        wanted = min(len(target), max(0, self._info.size - self._position))
-        done = 0
-        while done < wanted:
-            index, start = divmod(self._position, self._block_bytes)
-            block = np.frombuffer(self._block(index), np.uint8)
-            count = min(wanted - done, len(block) - start)
-            target[done : done + count] = block[start : start + count]
-            done += count
-            self._position += count
-        return done
+        start = self._position
+        stop = min(start + len(target), self._size)
+        if stop <= start:
+            return 0
+        first, last = start // self._block_bytes, (stop - 1) // self._block_bytes
+        direct: list[Future[None]] = []
+        through: list[int] = []
+        for index in range(first, last + 1):
+            low, high = self._span(index)
+            if index not in self._blocks and start <= low and high <= stop:
+                piece = target[low - start : high - start]
+                direct.append(self._source.store.submit_part(self._source.read_into, low, piece))
+            else:
+                self._fetch(index)
+                through.append(index)
+        if first in (self._next_block, self._next_block - 1):
+            # Ahead only when reading goes forward: torch.load first looks at the end of the file.
+            for index in range(last + 1, min(last + 1 + _READ_AHEAD_BLOCKS, -(-self._size // self._block_bytes))):
+                self._fetch(index)
+        self._next_block = last + 1
+        for index in through:
+            low, high = self._span(index)
+            a, b = max(low, start), min(high, stop)
+            target[a - start : b - start] = self._blocks[index].result()[a - low : b - low]
+            self._blocks.move_to_end(index)
+        for future in direct:
+            future.result()
+        while len(self._blocks) > _READ_AHEAD_BLOCKS + _KEPT_BLOCKS:
+            self._blocks.popitem(last=False)[1].cancel()
+        self._position = stop
+        return stop - start
+
+    def save_to(self, path: str | os.PathLike[str], progress: Callable[[int], None] | None = None) -> None:
+        """Write the whole object to a local file, many blocks at a time; `progress` is called with bytes done."""
+        with open(path, "wb") as file:
+            file.truncate(self._size)
+        if self._size:
+            self._fill(np.memmap(path, np.uint8, "r+"), progress)
+
+    def _fill(self, target: npt.NDArray[np.uint8], progress: Callable[[int], None] | None) -> None:
+        spans = [self._span(index) for index in range(-(-self._size // self._block_bytes))]
+        futures = [self._source.store.submit_part(self._source.read_into, a, target[a:b]) for a, b in spans]
+        try:
+            for future, (a, b) in zip(futures, spans, strict=True):
+                future.result()
+                if progress is not None:
+                    progress(b - a)
+        finally:
+            for future in futures:
+                future.cancel()
 
     def close(self) -> None:
         """Drop what was fetched."""
@@ -69,19 +122,15 @@ class RangedReader(io.RawIOBase):
         self._blocks.clear()
         super().close()
 
-    def _block(self, index: int) -> Any:
-        last = (self._info.size - 1) // self._block_bytes
-        # Ahead only when reading goes forward: torch.load first looks at the end of the file.
-        ahead = _READ_AHEAD_BLOCKS if index - 1 in self._blocks or index == 0 else 1
-        for i in range(index, min(index + ahead, last + 1)):
-            if i not in self._blocks:
-                start = i * self._block_bytes
-                stop = min(start + self._block_bytes, self._info.size)
-                self._blocks[i] = self._store.submit_part(
-                    self._store.get, self._info.key, start, stop, etag=self._info.etag
-                )
-        self._blocks.move_to_end(index)
-        body = self._blocks[index].result()
-        while len(self._blocks) > _READ_AHEAD_BLOCKS + _KEPT_BLOCKS:
-            self._blocks.popitem(last=False)[1].cancel()
-        return body
+    def _span(self, index: int) -> tuple[int, int]:
+        return index * self._block_bytes, min((index + 1) * self._block_bytes, self._size)
+
+    def _fetch(self, index: int) -> None:
+        if index not in self._blocks:
+            self._blocks[index] = self._source.store.submit_part(self._read_block, index)
+
+    def _read_block(self, index: int) -> npt.NDArray[np.uint8]:
+        start, stop = self._span(index)
+        block = np.empty(stop - start, np.uint8)
+        self._source.read_into(start, block)
+        return block

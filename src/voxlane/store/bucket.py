@@ -239,11 +239,14 @@ class Store:
         self.counters.add("put", requests=0, bytes_written=view.nbytes)
         return ObjectInfo(key, view.nbytes, result["e_tag"], result["version"])
 
-    def open_writer(self, key: str) -> Writer:
+    def open_writer(self, key: str, *, size_hint: int = 0) -> Writer:
         """A streaming writer for an object of any size: uploads parts of `config.part_bytes` while you write, in
-        bounded memory, and publishes only on `commit()` or a clean end of its `with` block."""
+        bounded memory, and publishes only on `commit()` or a clean end of its `with` block.
+
+        `size_hint` is about how many bytes will come; beyond 80 GB it is needed, because an upload has at most 10,000
+        parts."""
         self.check_writable(key)
-        return Writer(self, key)
+        return Writer(self, key, size_hint)
 
     def check_writable(self, key: str) -> None:
         """Raise at once for a key that cannot be written: an empty one, or one in a folder that takes no files. There

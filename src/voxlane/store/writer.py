@@ -8,6 +8,9 @@ from collections.abc import Iterator
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
+import numpy as np
+import numpy.typing as npt
+
 from voxlane import uri as uris
 from voxlane.errors import StoreError
 from voxlane.store.credentials import open_native
@@ -17,8 +20,17 @@ if TYPE_CHECKING:
     from voxlane.store.bucket import ObjectInfo, Store
 
 _PARTS_IN_FLIGHT = 8
+_MAX_PARTS = 10_000
+"""What S3 and GCS take in one upload."""
 _MIN_PART_BYTES = 5 << 20
 """S3 and GCS refuse smaller parts, the last one excepted."""
+_Part = npt.NDArray[np.uint8]
+
+
+def part_bytes_for(size_bytes: int, part_bytes: int) -> int:
+    """The part size for an object of about `size_bytes`: `part_bytes`, unless that would be too many parts."""
+    needed = -(-size_bytes // (_MAX_PARTS * 9 // 10))
+    return max(part_bytes, _MIN_PART_BYTES, -(-needed >> 20) << 20)
 
 
 class _Aborted(Exception):
@@ -33,13 +45,15 @@ class _Upload:
         self.store = store
         self.key = key
         self.part_bytes = part_bytes
+        # Parts of objects so large that they need large ones: fewer at a time, for the memory's sake.
+        self.in_flight = max(2, min(_PARTS_IN_FLIGHT, _PARTS_IN_FLIGHT * (8 << 20) // part_bytes))
         self.outcome: Any = None
         self.failure: Exception | None = None
-        self._parts: queue.Queue[bytes | _Aborted | None] = queue.Queue(maxsize=2)
+        self._parts: queue.Queue[_Part | _Aborted | None] = queue.Queue(maxsize=2)
         self._thread = threading.Thread(target=self._run, name="voxlane-upload", daemon=True)
         self._thread.start()
 
-    def send(self, part: bytes | _Aborted | None) -> None:
+    def send(self, part: _Part | _Aborted | None) -> None:
         """Hand over a part, or the end (None), or the order to give up. Waits for room; raises if the upload failed."""
         while self.failure is None:
             try:
@@ -74,12 +88,12 @@ class _Upload:
                 self._chunks(),
                 use_multipart=True,
                 chunk_size=self.part_bytes,
-                max_concurrency=_PARTS_IN_FLIGHT,
+                max_concurrency=self.in_flight,
             )
         except Exception as error:  # noqa: BLE001 - a thread's boundary: kept, and raised by the next write or commit
             self.failure = error
 
-    def _chunks(self) -> Iterator[bytes]:
+    def _chunks(self) -> Iterator[_Part]:
         while True:
             part = self._parts.get()
             if part is None:
@@ -91,18 +105,22 @@ class _Upload:
 
 
 class Writer:
-    """A file-like, write-only object. It holds at most about twelve parts in memory, whatever the object's size.
+    """A file-like, write-only object. It holds at most about twelve parts in memory, whatever the object's size: 96 MiB
+    with the default part size.
 
     Publishing is explicit: `commit()`, or leaving a `with` block without an exception. `close()`, an exception,
     garbage collection and a killed process publish nothing. After `abort()` the service drops the parts; parts of
-    a killed process stay hidden until the bucket's lifecycle rule for incomplete uploads removes them.
+    a killed process stay hidden in the bucket until `voxlane checkpoint gc`, or a lifecycle rule for incomplete uploads,
+    removes them.
     """
 
-    def __init__(self, store: Store, key: str) -> None:
+    def __init__(self, store: Store, key: str, size_hint: int = 0) -> None:
         self._store = store
         self._key = key
-        self._part_bytes = max(store.config.part_bytes, _MIN_PART_BYTES)
-        self._buffer = bytearray()
+        self._part_bytes = part_bytes_for(size_hint, store.config.part_bytes)
+        self._part: _Part | None = None
+        self._filled = 0
+        self._num_parts = 0
         self._upload: _Upload | None = None
         self._size = 0
         self._done = False
@@ -126,42 +144,47 @@ class Writer:
     def write(self, data: Any) -> int:
         """Append `data` (any contiguous buffer); returns its length in bytes. Waits while enough is in flight."""
         self._check_open()
-        view = memoryview(data).cast("B")
-        self._size += view.nbytes
+        view = np.frombuffer(memoryview(data).cast("B"), np.uint8)
+        self._size += len(view)
         position = 0
-        while position < view.nbytes:
-            taken = min(self._part_bytes - len(self._buffer), view.nbytes - position)
-            self._buffer += view[position : position + taken]
+        while position < len(view):
+            if self._part is None:
+                self._part = np.empty(self._part_bytes, np.uint8)
+            taken = min(self._part_bytes - self._filled, len(view) - position)
+            # numpy copies without the interpreter's lock, a bytearray would not.
+            self._part[self._filled : self._filled + taken] = view[position : position + taken]
+            self._filled += taken
             position += taken
-            if len(self._buffer) == self._part_bytes:
-                if self._upload is None:
-                    self._upload = _Upload(self._store, self._key, self._part_bytes)
-                self._upload.send(bytes(self._buffer))
-                self._buffer.clear()
-        return view.nbytes
+            if self._filled == self._part_bytes:
+                self._send_part()
+        return len(view)
 
     def commit(self) -> ObjectInfo:
         """Finish the upload; when this returns the object is there, whole."""
         from voxlane.store.bucket import ObjectInfo  # the two modules know each other
 
         self._check_open()
+        self.finish_parts()
         self._done = True
         if self._upload is None:  # all of it fits one request
-            return self._store.put(self._key, self._buffer)
-        if self._buffer:
-            self._upload.send(bytes(self._buffer))
+            return self._store.put(self._key, b"" if self._part is None else self._part[: self._filled])
         self._upload.send(None)
         self._upload.join()
         self._store.counters.add("part", requests=2)  # initiate and complete
         outcome = self._upload.outcome
         return ObjectInfo(self._key, self._size, outcome["e_tag"], outcome["version"])
 
+    def finish_parts(self) -> None:
+        """Send the last part of a large object now; what the caller does between this and `commit()` costs no time."""
+        if self._upload is not None and self._filled:
+            self._send_part()
+
     def abort(self) -> None:
         """Give up: nothing is published, and the service is told to drop the parts. No effect after `commit()`."""
         if self._done:
             return
         self._done = True
-        self._buffer.clear()
+        self._part = None
         if self._upload is not None:
             self._upload.give_up()
 
@@ -181,6 +204,20 @@ class Writer:
     def __del__(self) -> None:
         if not getattr(self, "_done", True):
             self.abort()
+
+    def _send_part(self) -> None:
+        assert self._part is not None
+        if self._num_parts == _MAX_PARTS:
+            raise StoreError(
+                f"the object is larger than {_MAX_PARTS:,} parts of {self._part_bytes >> 20} MiB",
+                uri=self._store.uri(self._key),
+                fix="Say how large it will be (size_hint), or raise StoreConfig.part_bytes",
+            )
+        if self._upload is None:
+            self._upload = _Upload(self._store, self._key, self._part_bytes)
+        self._upload.send(self._part[: self._filled])
+        self._num_parts += 1
+        self._part, self._filled = None, 0  # the engine keeps the part's memory until it is stored
 
     def _check_open(self) -> None:
         if self._done:

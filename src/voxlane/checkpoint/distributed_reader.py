@@ -1,0 +1,521 @@
+"""A `torch.distributed.checkpoint` storage reader: only the bytes that a rank needs, in concurrent ranged reads, each
+checked; and what many ranks need, read by one of them."""
+
+from __future__ import annotations
+
+import io
+import os
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future as ThreadFuture
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.distributed as dist
+from torch.distributed._shard._utils import narrow_tensor_by_index
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
+from torch.distributed.checkpoint.storage import StorageReader
+from torch.futures import Future
+
+from voxlane import uri as uris
+from voxlane.checkpoint import distributed_metadata as commits
+from voxlane.checkpoint.collective import Ranks, sub_group
+from voxlane.checkpoint.distributed_metadata import Files
+from voxlane.checkpoint.plain import load_file
+from voxlane.checkpoint.source import Source
+from voxlane.errors import CheckpointError, ConfigError, IncompleteError, NotFoundError
+from voxlane.store import ObjectInfo, Store, StoreConfig
+from voxlane.store.ranges import Span, coalesce
+
+_MAX_GAP_BYTES = 256 * 1024
+"""Wanted ranges closer than this share a request."""
+_BUCKET_BYTES = 16 << 20
+"""Small tensors are sent to the other ranks together, about this much at a time."""
+_Bytes = npt.NDArray[np.uint8]
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """A range of a file and what to do with its bytes."""
+
+    start: int
+    stop: int
+    """Exclusive."""
+    take: Callable[[int, _Bytes], None]
+    """Called with pieces of the range, in any order, from any thread: their offset from `start`, and the bytes."""
+
+
+class DistributedReader(StorageReader):
+    """Reads a distributed checkpoint from a folder in a bucket, written by any number of ranks.
+
+        state = {"model": model.state_dict()}
+        dcp.load(state, storage_reader=DistributedReader("gs://bucket/run/step-100"))
+
+    What several ranks ask for (replicated parameters, the same shard in every replica) is read by one of them, the
+    work being spread evenly, and sent to the others. For that every rank of `process_group` must take part (as
+    `dcp.load` requires anyway; give both the same group); `read_once=False` lets each rank read by itself.
+
+    Checkpoints of torch's own writers can be read, but have no checksums. Objects other than tensors are read only if
+    that cannot run code, unless `weights_only=False`.
+    """
+
+    def __init__(
+        self,
+        uri: str | os.PathLike[str],
+        config: StoreConfig | None = None,
+        *,
+        process_group: Any = None,
+        read_once: bool = True,
+        weights_only: bool = True,
+    ) -> None:
+        self._config = config
+        self._group = process_group
+        self._read_once = read_once
+        self._weights_only = weights_only
+        self.reset(uri)
+
+    # -- torch's protocol, in the order of its calls -----------------------------------------------------------------
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """A new load begins, from another URI if one is given."""
+        if checkpoint_id is not None:
+            parsed = uris.parse(checkpoint_id)
+            self._folder = parsed.key.rstrip("/") + "/" if parsed.key else ""
+            self._store = Store(str(parsed), self._config)
+        self._metadata: Metadata | None = None
+        self._files: Files | None = None
+        self._ranks: Ranks | None = None
+
+    def read_metadata(self, *args: Any) -> Metadata:
+        """The checkpoint's metadata, read by one rank for all."""
+        self._ranks = Ranks.of(self._group) if self._read_once else None
+        if self._ranks is None:
+            self._metadata, self._files = self._read_commit()
+        else:
+            self._ranks.gather(self.checkpoint_id)
+            self._metadata, self._files = self._ranks.once(self._read_commit)
+        return self._metadata
+
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """Called on every rank before a load."""
+        if metadata.storage_data is None:
+            raise CheckpointError("the metadata does not say where the items are", uri=self.checkpoint_id)
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        """Nothing to add."""
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        """On the coordinator: choose one reader for what several ranks want."""
+        if self._ranks is not None and len(plans) > 1:
+            shared = _share(plans, self._item_bytes)
+            for plan in plans:
+                plan.storage_data = shared
+        return plans
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Read this rank's items, and take part in sending what is shared."""
+        shared: list[_Shared] = plan.storage_data or []
+        rank = self._ranks.rank if self._ranks is not None else 0
+        theirs = {s.key for s in shared if s.owner != rank and rank in s.ranks}
+        loading = _Loading(self, planner)
+        failure: BaseException | None = None
+        try:
+            loading.read([item for item in plan.items if _key(item) not in theirs])
+        except BaseException as error:
+            failure = error
+            if not shared:
+                raise
+        if shared:
+            assert self._ranks is not None
+            self._ranks.agree(failure)  # before anybody waits for bytes that will not come
+            loading.exchange(self._ranks, shared, {_key(item): item for item in plan.items})
+        loading.finish()
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    @property
+    def checkpoint_id(self) -> str:
+        """The checkpoint's URI."""
+        return self._store.uri(self._folder).rstrip("/")
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Whether voxlane knows this kind of URI."""
+        try:
+            uris.parse(checkpoint_id)
+        except ConfigError:
+            return False
+        return True
+
+    # -- beyond torch's protocol -------------------------------------------------------------------------------------
+
+    def attachment(self, name: str) -> bytes | None:
+        """A file that was published with the checkpoint (`DistributedWriter(attachments=...)`), or None. Collective
+        when ranks read together."""
+        ranks = Ranks.of(self._group) if self._read_once else None
+        return ranks.once(lambda: self._read_attachment(name)) if ranks else self._read_attachment(name)
+
+    def _read_attachment(self, name: str) -> bytes | None:
+        _, files = self._read_commit()
+        if files is None or name not in files.attachments:
+            return None
+        self._files = files
+        path = files.attachments[name]
+        source = self.source(path)
+        data = np.empty(source.info.size, np.uint8)
+        read_wanted(source, [Wanted(0, len(data), lambda at, piece: _place(data, at, piece))])
+        return data.tobytes()
+
+    def source(self, path: str) -> Source:
+        """A file of the checkpoint, with its checksums where they are known."""
+        if self._files is None:
+            try:
+                return Source(self._store, self._store.head(self._folder + path))
+            except NotFoundError as error:
+                raise self._gone(path) from error
+        if path not in self._files.sums:
+            raise self._gone(path)
+        sums = self._files.sums[path]
+        # No look at the object first: names are never used twice, and the checksums tell if it is another one.
+        return Source(self._store, ObjectInfo(self._folder + path, sums.size, None, None), [sums])
+
+    def _gone(self, path: str) -> IncompleteError:
+        return IncompleteError(
+            "a file of the checkpoint is gone",
+            uri=self._store.uri(self._folder + path),
+            fix="Load an earlier checkpoint (voxlane checkpoint ls)",
+        )
+
+    def _read_commit(self) -> tuple[Metadata, Files | None]:
+        return commits.read(self._store, self._folder)
+
+    def _item_bytes(self, item: ReadItem) -> int:
+        assert self._metadata is not None
+        entry = self._metadata.state_dict_metadata.get(item.storage_index.fqn)
+        if isinstance(entry, TensorStorageMetadata):
+            return item.lengths.numel() * entry.properties.dtype.itemsize
+        return int(self._metadata.storage_data[item.storage_index].length)
+
+
+class _Loading:
+    """One call of `read_data`."""
+
+    def __init__(self, reader: DistributedReader, planner: LoadPlanner) -> None:
+        assert reader._metadata is not None
+        self._reader = reader
+        self._planner = planner
+        self._metadata = reader._metadata
+        self._after: list[Callable[[], None]] = []
+        self._raw: dict[Any, bytes] = {}
+        """Stored bytes of items that are not tensors, by key."""
+
+    def read(self, items: Sequence[ReadItem]) -> None:
+        """Fetch `items` from the bucket into their places."""
+        by_file: dict[str, list[Wanted]] = defaultdict(list)
+        for item in items:
+            info: _StorageInfo = self._metadata.storage_data[item.storage_index]
+            by_file[info.relative_path].append(self._wanted(item, info))
+        futures: list[ThreadFuture[None]] = []
+        try:
+            for path, wanted in by_file.items():
+                futures += submit_wanted(self._reader.source(path), wanted)
+            for future in futures:
+                future.result()
+        except NotFoundError as error:
+            if type(error) is not NotFoundError:
+                raise
+            raise self._reader._gone(error.uri.removeprefix(self._reader._store.uri(self._reader._folder))) from None
+        finally:
+            for future in futures:
+                future.cancel()
+        after, self._after = self._after, []
+        for step in after:
+            step()
+
+    def exchange(self, ranks: Ranks, shared: Sequence[_Shared], items: dict[Any, ReadItem]) -> None:
+        """Send what this rank read for others, and receive what others read for it. Collective."""
+        groups: dict[tuple[int, ...], list[_Shared]] = defaultdict(list)
+        for entry in shared:
+            groups[entry.ranks].append(entry)
+        for members, entries in groups.items():
+            group = sub_group(ranks, members)  # made by all ranks, also those that are not in it
+            if ranks.rank not in members:
+                continue
+            for owner in dict.fromkeys(entry.owner for entry in entries):
+                owned = [entry for entry in entries if entry.owner == owner]
+                for bucket in _buckets(owned):
+                    self._send(group, members.index(owner), ranks.rank == owner, bucket, items)
+
+    def finish(self) -> None:
+        """Give the planner what is not a tensor."""
+        for step in self._after:
+            step()
+
+    def _send(
+        self, group: Any, source: int, is_owner: bool, bucket: Sequence[_Shared], items: dict[Any, ReadItem]
+    ) -> None:
+        sizes = [entry.size for entry in bucket]
+        if len(bucket) == 1 and bucket[0].is_tensor:
+            target = self._planner.resolve_tensor(items[bucket[0].key]).detach()
+            view = _plain_view(target)
+            if view is not None and target.dtype == self._dtype(items[bucket[0].key]):
+                dist.broadcast(torch.from_numpy(view), group=group, group_src=source)
+                if not is_owner:
+                    self._planner.commit_tensor(items[bucket[0].key], target)
+                return
+        packed = torch.empty(sum(sizes), dtype=torch.uint8)
+        pieces = torch.split(packed, sizes)
+        if is_owner:
+            for entry, piece in zip(bucket, pieces, strict=True):
+                piece.copy_(self._stored_bytes(entry, items[entry.key]))
+        dist.broadcast(packed, group=group, group_src=source)
+        if not is_owner:
+            for entry, piece in zip(bucket, pieces, strict=True):
+                self._receive(entry, items[entry.key], piece)
+
+    def _stored_bytes(self, entry: _Shared, item: ReadItem) -> torch.Tensor:
+        if not entry.is_tensor:
+            return torch.frombuffer(bytearray(self._raw[entry.key]), dtype=torch.uint8)
+        target = self._planner.resolve_tensor(item).detach().cpu().contiguous()
+        return _flat_bytes(target.to(self._dtype(item)))
+
+    def _receive(self, entry: _Shared, item: ReadItem, piece: torch.Tensor) -> None:
+        if not entry.is_tensor:
+            data = piece.numpy().tobytes()
+            self._after.append(lambda: self._load_bytes(item, data))
+            return
+        tensor = piece.clone().view(self._dtype(item)).reshape(item.lengths)
+        self._put(item, tensor)
+
+    def _dtype(self, item: ReadItem) -> torch.dtype:
+        entry = self._metadata.state_dict_metadata[item.storage_index.fqn]
+        assert isinstance(entry, TensorStorageMetadata)
+        return entry.properties.dtype
+
+    # -- from a read item to a range and back ------------------------------------------------------------------------
+
+    def _wanted(self, item: ReadItem, info: _StorageInfo) -> Wanted:
+        payload = commits.payload_offset(info)
+        if item.type == LoadItemType.BYTE_IO or payload is None or not item.lengths.numel():
+            return self._whole_item(item, info)
+        sizes = self._chunk_sizes(item)
+        dtype = self._dtype(item)
+        low, high = _rows(item.storage_offsets, item.lengths, sizes)
+        start = info.offset + payload + low * dtype.itemsize
+        nbytes = (high - low) * dtype.itemsize
+        target = self._planner.resolve_tensor(item).detach()
+        view = _plain_view(target)
+        if view is not None and target.dtype == dtype and high - low == item.lengths.numel():
+            self._after.append(lambda: self._planner.commit_tensor(item, target))
+            return Wanted(start, start + nbytes, lambda at, piece: _place(view, at, piece))
+        held = np.empty(nbytes, np.uint8)
+        self._after.append(lambda: self._put_rows(item, held, low, sizes, dtype))
+        return Wanted(start, start + nbytes, lambda at, piece: _place(held, at, piece))
+
+    def _whole_item(self, item: ReadItem, info: _StorageInfo) -> Wanted:
+        held = np.empty(info.length, np.uint8)
+
+        def use() -> None:
+            if item.type == LoadItemType.BYTE_IO:
+                data = held.tobytes()
+                self._raw[_key(item)] = data
+                self._after.append(lambda: self._load_bytes(item, data))
+                return
+            uri = self._reader._store.uri(self._reader._folder + info.relative_path)
+            tensor = load_file(io.BytesIO(held.data), uri, "cpu", weights_only=True)
+            self._put(item, narrow_tensor_by_index(tensor, item.storage_offsets, item.lengths))
+
+        self._after.append(use)
+        return Wanted(info.offset, info.offset + info.length, lambda at, piece: _place(held, at, piece))
+
+    def _put_rows(self, item: ReadItem, held: _Bytes, low: int, sizes: torch.Size, dtype: torch.dtype) -> None:
+        """`held` is a run of the stored chunk's elements that begins at element `low`: cut the wanted box out of it."""
+        strides = torch.empty(sizes, device="meta").stride()
+        flat = torch.from_numpy(held).view(dtype)
+        first = sum(o * s for o, s in zip(item.storage_offsets, strides, strict=True))
+        self._put(item, flat.as_strided(tuple(item.lengths), strides, first - low))
+
+    def _put(self, item: ReadItem, tensor: torch.Tensor) -> None:
+        target = self._planner.resolve_tensor(item).detach()
+        if target.size() != tensor.size():
+            raise CheckpointError(
+                f"{item.storage_index.fqn!r} is {tuple(tensor.size())} there and {tuple(target.size())} here",
+                uri=self._reader.checkpoint_id,
+            )
+        target.copy_(tensor)
+        self._planner.commit_tensor(item, target)
+
+    def _load_bytes(self, item: ReadItem, data: bytes) -> None:
+        if self._reader._weights_only:
+            # The planner unpickles without asking: see first that it is harmless.
+            load_file(io.BytesIO(data), f"{self._reader.checkpoint_id} [{item.storage_index.fqn}]", "cpu", True)
+        self._planner.load_bytes(item, io.BytesIO(data))
+
+    def _chunk_sizes(self, item: ReadItem) -> torch.Size:
+        entry = self._metadata.state_dict_metadata[item.storage_index.fqn]
+        assert isinstance(entry, TensorStorageMetadata)
+        hint = item.storage_index.index
+        if hint is not None and hint < len(entry.chunks) and entry.chunks[hint].offsets == item.storage_index.offset:
+            return entry.chunks[hint].sizes
+        return next(chunk.sizes for chunk in entry.chunks if chunk.offsets == item.storage_index.offset)
+
+
+# -- pure planning ---------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Shared:
+    """Something that several ranks want, and who reads it."""
+
+    key: Any
+    owner: int
+    ranks: tuple[int, ...]
+    size: int
+    """Bytes as they are sent."""
+    is_tensor: bool
+
+
+@dataclass
+class _Request:
+    """One ranged read and the pieces that are cut from it."""
+
+    start: int
+    stop: int
+    pieces: list[Wanted] = field(default_factory=list)
+
+
+def _key(item: ReadItem) -> Any:
+    return (item.storage_index, item.storage_offsets, item.lengths)
+
+
+def _share(plans: Sequence[LoadPlan], size_of: Callable[[ReadItem], int]) -> list[_Shared]:
+    """Everything that more than one plan wants, each with one reader, so that all read about as much."""
+    wanting: dict[Any, list[int]] = defaultdict(list)
+    examples: dict[Any, ReadItem] = {}
+    loads = [0] * len(plans)
+    for rank, plan in enumerate(plans):
+        for item in plan.items:
+            key = _key(item)
+            wanting[key].append(rank)
+            examples.setdefault(key, item)
+    sizes = {key: size_of(item) for key, item in examples.items()}
+    # A rank that wants the same bytes in two places reads them itself: too rare to send twice.
+    common = {key for key, ranks in wanting.items() if len(ranks) > 1 and len(set(ranks)) == len(ranks)}
+    for key in wanting.keys() - common:
+        for rank in set(wanting[key]):
+            loads[rank] += sizes[key]
+    shared = []
+    for key in sorted(common, key=lambda k: (-sizes[k], examples[k].storage_index.fqn, k[1], k[2])):
+        owner = min(wanting[key], key=lambda rank: loads[rank])
+        loads[owner] += sizes[key]
+        is_tensor = examples[key].type == LoadItemType.TENSOR
+        shared.append(_Shared(key, owner, tuple(wanting[key]), sizes[key], is_tensor))
+    return shared
+
+
+def _buckets(entries: Sequence[_Shared]) -> list[list[_Shared]]:
+    """Large entries alone, small ones together."""
+    buckets: list[list[_Shared]] = []
+    room = 0
+    for entry in entries:
+        if entry.size > room or not buckets:
+            buckets.append([])
+            room = _BUCKET_BYTES
+        buckets[-1].append(entry)
+        room -= entry.size
+    return buckets
+
+
+def _rows(offsets: torch.Size, lengths: torch.Size, sizes: torch.Size) -> tuple[int, int]:
+    """The smallest run `[low, high)` of a contiguous tensor's elements that holds a box of it."""
+    low = high = 0
+    stride = 1
+    for offset, length, size in reversed(list(zip(offsets, lengths, sizes, strict=True))):
+        low += offset * stride
+        high += (offset + length - 1) * stride
+        stride *= size
+    return low, high + 1
+
+
+def plan_requests(source: Source, wanted: Sequence[Wanted]) -> list[_Request]:
+    """Whole blocks that hold all that is wanted of one file, near ones together, none much larger than a good
+    request."""
+    spans = [Span(*source.aligned(w.start, w.stop)) for w in wanted if w.stop > w.start]
+    if not spans:
+        return []
+    step = source.request_bytes
+    requests = [
+        _Request(at, min(at + step, group.stop))
+        for group in coalesce(spans, max_gap_bytes=_MAX_GAP_BYTES).groups
+        for at in range(group.start, group.stop, step)
+    ]
+    requests.sort(key=lambda r: r.start)
+    first = 0
+    for piece in sorted(wanted, key=lambda w: w.start):
+        while first < len(requests) and requests[first].stop <= piece.start:
+            first += 1
+        for index in range(first, len(requests)):
+            if requests[index].start >= piece.stop:
+                break
+            requests[index].pieces.append(piece)
+    return requests
+
+
+def submit_wanted(source: Source, wanted: Sequence[Wanted]) -> list[ThreadFuture[None]]:
+    """Start reading all that is wanted of one file, on the store's threads."""
+    return [source.store.submit_part(_run, source, request) for request in plan_requests(source, wanted)]
+
+
+def read_wanted(source: Source, wanted: Sequence[Wanted]) -> None:
+    """Read all that is wanted of one file."""
+    for future in submit_wanted(source, wanted):
+        future.result()
+
+
+def _run(source: Source, request: _Request) -> None:
+    data = np.empty(request.stop - request.start, np.uint8)
+    source.read_into(request.start, data)
+    for piece in request.pieces:
+        low, high = max(piece.start, request.start), min(piece.stop, request.stop)
+        if low < high:
+            piece.take(low - piece.start, data[low - request.start : high - request.start])
+
+
+def _place(target: _Bytes, at: int, piece: _Bytes) -> None:
+    target[at : at + len(piece)] = piece
+
+
+def _plain_view(tensor: torch.Tensor) -> _Bytes | None:
+    """The tensor's own memory as bytes, if it is plain, contiguous CPU memory."""
+    if type(tensor) is not torch.Tensor or tensor.device.type != "cpu" or not tensor.is_contiguous():
+        return None
+    return _flat_bytes(tensor).numpy()
+
+
+def _flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.reshape(-1).view(torch.uint8)
+
+
+def load_sharded(
+    state: dict[str, Any],
+    uri: str | os.PathLike[str],
+    config: StoreConfig | None = None,
+    *,
+    process_group: Any = None,
+    **options: Any,
+) -> None:
+    """Load a checkpoint into `state`, in place, by all ranks together. `options` are those of `DistributedReader`."""
+    from torch.distributed.checkpoint.state_dict_loader import load
+
+    from voxlane.checkpoint.collective import quiet, unwrapped
+
+    reader = DistributedReader(uri, config, process_group=process_group, **options)
+    with quiet(), unwrapped(reader.checkpoint_id):
+        load(state, storage_reader=reader, process_group=process_group)

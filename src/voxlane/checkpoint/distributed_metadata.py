@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import io
 import pickle
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -50,6 +51,19 @@ _ALLOWED = {
     "collections": {"OrderedDict"},
     "pathlib": {"Path", "PosixPath", "WindowsPath", "PurePosixPath"},
 }
+
+
+_ATTACHMENT = re.compile(r"\.[0-9a-f]{12}\.attached$")
+
+
+def attachment_path(name: str, save_id: str) -> str:
+    """The path of an attachment: its name, made unique."""
+    return f"{name}.{save_id}.attached"
+
+
+def is_attachment(key: str) -> bool:
+    """Whether this is the key of an attachment."""
+    return _ATTACHMENT.search(key) is not None
 
 
 @dataclass(frozen=True)

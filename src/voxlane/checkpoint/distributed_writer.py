@@ -231,7 +231,7 @@ class DistributedWriter(StorageWriter):
                 )
 
     def _attach(self, name: str, data: bytes) -> StoredFile:
-        path = f"{name}.{self._save_id}"
+        path = commits.attachment_path(name, self._save_id)
         with SummedWriter(self._store, self._folder + path, len(data)) as file:
             file.write(data)
             return StoredFile(path, file.commit(), file.sums())

@@ -6,12 +6,10 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
+from voxlane.cli import checkpoint
+from voxlane.cli.store_options import add_store_options, human, store_config
 from voxlane.errors import VoxlaneError
-
-if TYPE_CHECKING:
-    from voxlane.store import StoreConfig
 
 _EPILOG = """\
 URIs: gs://bucket/prefix, s3://bucket/prefix, az://container/prefix, file:///folder or a plain path.
@@ -21,6 +19,7 @@ emulators: --endpoint, the [store] table of a --config file, or STORAGE_EMULATOR
 examples:
   voxlane ls gs://my-bucket/kits19/ --match '*.nii.gz'     what is there
   voxlane ls s3://my-bucket/scans/ --save scans.parquet    a manifest for training, pinned to versions
+  voxlane checkpoint latest gs://my-bucket/run1            the newest checkpoint that is whole
   voxlane emulator --bucket demo                           a local GCS and S3 to try things on
 """
 
@@ -50,7 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="voxlane",
-        description="Buckets of 3D scans as PyTorch datasets: list them, clean up, serve a local one.",
+        description="Buckets of 3D scans as PyTorch datasets, and checkpoints straight to them.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -59,6 +58,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(title="commands", metavar="COMMAND")
     _add_ls(commands)
     _add_clean(commands)
+    checkpoint.add_parser(commands)
     _add_emulator(commands)
     return parser
 
@@ -67,27 +67,6 @@ def _version() -> str:
     from voxlane import __version__
 
     return __version__
-
-
-def _add_store_options(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("how to reach the bucket")
-    group.add_argument("--config", metavar="FILE", help="a TOML file whose [store] table holds StoreConfig fields")
-    group.add_argument("--endpoint", metavar="URL", help="server to use instead of the cloud's own")
-    group.add_argument("--anonymous", action="store_true", help="send no credentials (public buckets)")
-
-
-def _store_config(options: argparse.Namespace) -> StoreConfig:
-    import dataclasses
-
-    from voxlane.store import StoreConfig
-
-    config = StoreConfig.load(options.config) if options.config else StoreConfig()
-    changes = {}
-    if options.endpoint:
-        changes["endpoint"] = options.endpoint
-    if options.anonymous:
-        changes["anonymous"] = True
-    return dataclasses.replace(config, **changes)
 
 
 def _add_ls(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -112,7 +91,7 @@ def _add_ls(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
         "--generations", action="store_true", help="GCS: save each object's generation too, for compose='on'"
     )
     parser.add_argument("--no-progress", action="store_true", help="no progress bar")
-    _add_store_options(parser)
+    add_store_options(parser)
     parser.set_defaults(run=_ls)
 
 
@@ -123,7 +102,7 @@ def _ls(options: argparse.Namespace) -> int:
 
     if options.concurrency < 1:
         raise ConfigError(f"--concurrency {options.concurrency}", fix="Give 1 or more")
-    config = _store_config(options)
+    config = store_config(options)
     store = Store(options.uri, config)
     progress = False if options.no_progress else None
     manifest = list_objects(
@@ -137,7 +116,7 @@ def _ls(options: argparse.Namespace) -> int:
     if not len(manifest):
         what = f"no object fits {' '.join(options.match)}" if options.match else "no objects under this prefix"
         raise EmptyError(what, uri=options.uri, fix="Check the prefix and the pattern")
-    total = f"{len(manifest):,} objects, {_human(manifest.total_bytes)}"
+    total = f"{len(manifest):,} objects, {human(manifest.total_bytes)}"
     if options.save:
         manifest.save(options.save, config)
         print(f"{total} -> {options.save}")
@@ -169,7 +148,7 @@ def _add_clean(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "--older-than", metavar="MINUTES", type=float, default=60.0, help="age from which they are removed (default 60)"
     )
     parser.add_argument("--dry-run", action="store_true", help="only say what would be removed")
-    _add_store_options(parser)
+    add_store_options(parser)
     parser.set_defaults(run=_clean)
 
 
@@ -178,7 +157,7 @@ def _clean(options: argparse.Namespace) -> int:
     from voxlane.store import Store
     from voxlane.store.leftovers import find_leftovers
 
-    store = Store(options.uri, _store_config(options))
+    store = Store(options.uri, store_config(options))
     if store.scheme != "gs":
         raise ConfigError("composed download, and so its leftovers, exist on GCS only", uri=options.uri)
     if store.root.rstrip("/") != options.uri.rstrip("/").replace("gcs://", "gs://"):
@@ -188,7 +167,7 @@ def _clean(options: argparse.Namespace) -> int:
     leftovers, younger = find_leftovers(store, older_than_s=options.older_than * 60)
     if not options.dry_run:
         store.delete([entry.key for entry in leftovers])
-    size = _human(sum(entry.size for entry in leftovers))
+    size = human(sum(entry.size for entry in leftovers))
     print(f"{len(leftovers)} leftover objects, {size}, {'found' if options.dry_run else 'removed'} in {store.root}")
     if younger:
         print(f"{younger} younger ones kept: a run may still be reading them (--older-than 0 takes all)")
@@ -214,15 +193,6 @@ def _emulator(options: argparse.Namespace) -> int:
     buckets = [word for bucket in options.bucket or [] for word in ("--bucket", bucket)]
     serve(["--port", str(options.port), "--latency-ms", str(options.latency_ms), *buckets])
     return 0
-
-
-def _human(size_bytes: int) -> str:
-    size = float(size_bytes)
-    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
-        if size < 1024 or unit == "TiB":
-            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
-        size /= 1024
-    raise AssertionError
 
 
 if __name__ == "__main__":

@@ -105,11 +105,9 @@ def _google_credential_kind(path: str | None) -> str | None:
     return str(kind) if kind else None
 
 
-def _s3(bucket: str, config: StoreConfig, engine_retries: bool) -> Any:
-    store = obstore().store
+def _s3_place(config: StoreConfig, profile: Mapping[str, str]) -> tuple[str | None, str]:
+    """Endpoint (None for Amazon's own) and region."""
     environment = os.environ
-    profile_name = config.profile or environment.get("AWS_PROFILE") or environment.get("AWS_DEFAULT_PROFILE")
-    profile = _aws_profile(profile_name)
     endpoint = (
         config.endpoint
         or environment.get("AWS_ENDPOINT_URL_S3")
@@ -117,7 +115,43 @@ def _s3(bucket: str, config: StoreConfig, engine_retries: bool) -> Any:
         or profile.get("endpoint_url")
     )
     region = config.region or environment.get("AWS_REGION") or environment.get("AWS_DEFAULT_REGION")
-    options: dict[str, Any] = {"region": region or profile.get("region") or "us-east-1"}
+    return endpoint, region or profile.get("region") or "us-east-1"
+
+
+def _aws_profile_name(config: StoreConfig) -> str | None:
+    return config.profile or os.environ.get("AWS_PROFILE") or os.environ.get("AWS_DEFAULT_PROFILE")
+
+
+def s3_client(config: StoreConfig) -> Any:
+    """A boto3 client for what the engine cannot ask of S3; credentials as the engine's."""
+    try:
+        import boto3
+        import botocore
+        from botocore.config import Config
+    except ImportError:
+        raise MissingExtraError.of("s3", "listing unfinished uploads on S3") from None
+    profile_name = _aws_profile_name(config)
+    endpoint, region = _s3_place(config, _aws_profile(profile_name))
+    style = {"addressing_style": "path"} if endpoint else {}
+    options: dict[str, Any] = {"s3": style, "connect_timeout": config.connect_timeout_s}
+    if config.anonymous:
+        options["signature_version"] = botocore.UNSIGNED
+    keys: dict[str, Any] = {
+        "aws_access_key_id": config.access_key_id,
+        "aws_secret_access_key": config.secret_access_key,
+        "aws_session_token": config.session_token,
+    }
+    session = boto3.Session(profile_name=profile_name, region_name=region, **keys)
+    return session.client("s3", endpoint_url=endpoint, config=Config(**options))
+
+
+def _s3(bucket: str, config: StoreConfig, engine_retries: bool) -> Any:
+    store = obstore().store
+    environment = os.environ
+    profile_name = _aws_profile_name(config)
+    profile = _aws_profile(profile_name)
+    endpoint, region = _s3_place(config, profile)
+    options: dict[str, Any] = {"region": region}
     if endpoint:
         options["endpoint"] = endpoint.rstrip("/")
     if config.anonymous:
@@ -179,10 +213,9 @@ def _aws_profile_credentials(name: str | None, profile: Mapping[str, str]) -> di
     return {}  # web identity, container and instance credentials: the engine finds them itself
 
 
-def _azure(container: str, config: StoreConfig, engine_retries: bool) -> Any:
-    store = obstore().store
+def _azure_place(container: str, config: StoreConfig) -> tuple[str | None, str, str | None]:
+    """Endpoint (None for Azure's own), account and account key, where there is one."""
     environment = os.environ
-    endpoint = config.endpoint or environment.get("AZURE_STORAGE_ENDPOINT")
     account = (
         config.account or environment.get("AZURE_STORAGE_ACCOUNT_NAME") or environment.get("AZURE_STORAGE_ACCOUNT")
     )
@@ -190,10 +223,33 @@ def _azure(container: str, config: StoreConfig, engine_retries: bool) -> Any:
         raise CredentialsError(
             "no Azure storage account is named", uri=f"az://{container}", fix="Set AZURE_STORAGE_ACCOUNT_NAME"
         )
+    endpoint = config.endpoint or environment.get("AZURE_STORAGE_ENDPOINT")
+    return endpoint, account, config.account_key or environment.get("AZURE_STORAGE_KEY")
+
+
+def azure_container(container: str, config: StoreConfig) -> Any:
+    """A client of Azure's own library for what the engine cannot ask; a context manager."""
+    try:
+        from azure.storage.blob import ContainerClient
+    except ImportError:
+        raise MissingExtraError.of("azure", "listing unfinished uploads on Azure") from None
+    endpoint, account, key = _azure_place(container, config)
+    if key is None:
+        raise CredentialsError(
+            "listing unfinished uploads on Azure needs the account's key",
+            uri=f"az://{container}",
+            fix="Set AZURE_STORAGE_KEY; without it, Azure drops them by itself after a week",
+        )
+    return ContainerClient(endpoint or f"https://{account}.blob.core.windows.net", container, credential=key)
+
+
+def _azure(container: str, config: StoreConfig, engine_retries: bool) -> Any:
+    store = obstore().store
+    environment = os.environ
+    endpoint, account, key = _azure_place(container, config)
     options: dict[str, Any] = {"account_name": account}
     if endpoint:
         options["endpoint"] = endpoint.rstrip("/")
-    key = config.account_key or environment.get("AZURE_STORAGE_KEY")
     if config.anonymous:
         options["skip_signature"] = True
     elif config.credential_provider:

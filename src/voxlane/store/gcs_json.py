@@ -117,9 +117,14 @@ class GcsJson:
         return f"/storage/v1/b/{uris.quote(self._bucket)}/o/{uris.quote(key)}"
 
     def _request(self, kind: str, method: str, path: str, key: str, body: Any = None) -> Any:
+        text = self.send(kind, method, path, key, body)
+        return json.loads(text) if text else {}
+
+    def send(self, kind: str, method: str, path: str, key: str = "", body: Any = None) -> bytes:
+        """One request of either API, retried and counted as `kind`; the answer's body."""
         uri = self._store.uri(key)
 
-        def attempt() -> Any:
+        def attempt() -> bytes:
             headers = {"Content-Type": "application/json", **self._authorization(uri)}
             data = None if body is None else json.dumps(body)
             try:
@@ -132,7 +137,7 @@ class GcsJson:
                 raise Transient(f"the connection failed ({error})", uri) from None
             if response.status >= 300:
                 raise _refusal(response.status, text, uri, self._store.root)
-            return json.loads(text) if text else {}
+            return text
 
         return self._store.call(kind, uri, attempt)
 

@@ -110,8 +110,8 @@ class Writer:
 
     Publishing is explicit: `commit()`, or leaving a `with` block without an exception. `close()`, an exception,
     garbage collection and a killed process publish nothing. After `abort()` the service drops the parts; parts of
-    a killed process stay hidden in the bucket until `voxlane checkpoint gc`, or a lifecycle rule for incomplete uploads,
-    removes them.
+    a killed process stay hidden in the bucket until `voxlane checkpoint gc`, or a lifecycle rule for incomplete
+    uploads, removes them.
     """
 
     def __init__(self, store: Store, key: str, size_hint: int = 0) -> None:

@@ -1,0 +1,42 @@
+"""Options that every command on a bucket takes, and sizes as people read them."""
+
+from __future__ import annotations
+
+import argparse
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from voxlane.store import StoreConfig
+
+
+def add_store_options(parser: argparse.ArgumentParser) -> None:
+    """Add --config, --endpoint and --anonymous."""
+    group = parser.add_argument_group("how to reach the bucket")
+    group.add_argument("--config", metavar="FILE", help="a TOML file whose [store] table holds StoreConfig fields")
+    group.add_argument("--endpoint", metavar="URL", help="server to use instead of the cloud's own")
+    group.add_argument("--anonymous", action="store_true", help="send no credentials (public buckets)")
+
+
+def store_config(options: argparse.Namespace) -> StoreConfig:
+    """What those options ask for."""
+    import dataclasses
+
+    from voxlane.store import StoreConfig
+
+    config = StoreConfig.load(options.config) if options.config else StoreConfig()
+    changes = {}
+    if options.endpoint:
+        changes["endpoint"] = options.endpoint
+    if options.anonymous:
+        changes["anonymous"] = True
+    return dataclasses.replace(config, **changes)
+
+
+def human(size_bytes: int) -> str:
+    """A size with its unit, such as 1.5 MiB."""
+    size = float(size_bytes)
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if size < 1024 or unit == "TiB":
+            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1024
+    raise AssertionError

@@ -10,7 +10,6 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint.api import CheckpointException
 
 from voxlane.errors import CheckpointError, MismatchError, VoxlaneError
 
@@ -110,6 +109,8 @@ def quiet() -> Iterator[None]:
 def unwrapped(uri: str) -> Iterator[None]:
     """torch wraps what the ranks raise into one exception with all their tracebacks; give back the first of ours, or
     say in one line that checkpoint and model do not fit."""
+    from torch.distributed.checkpoint.api import CheckpointException
+
     try:
         yield
     except CheckpointException as wrapped:

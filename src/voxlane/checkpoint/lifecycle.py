@@ -201,9 +201,9 @@ def _missing(by_key: dict[str, StoredObject], key: str, size: int, files: Files 
 
 
 def _order(found: Iterable[Found]) -> list[Found]:
-    """Oldest first. Services give whole seconds, so that names decide between neighbours, numbers in them as
+    """Oldest first. Some services give whole seconds: then names decide between neighbours, numbers in them as
     numbers."""
-    return sorted(found, key=lambda f: (f.created.replace(microsecond=0), _natural(f.key)))
+    return sorted(found, key=lambda f: (f.created, _natural(f.key)))
 
 
 def _natural(text: str) -> list[tuple[int, int, str]]:

@@ -10,7 +10,9 @@ from typing import Any
 import torch
 
 from voxlane import uri as uris
+from voxlane.checkpoint.collective import Ranks
 from voxlane.checkpoint.reader import RangedReader
+from voxlane.checkpoint.shared_reader import SharedReader
 from voxlane.checkpoint.source import SUMS_SUFFIX, open_source, read_contents, write_contents
 from voxlane.checkpoint.writer import SummedWriter
 from voxlane.errors import CheckpointError, UnsafeError
@@ -93,15 +95,22 @@ class Checkpoint:
         map_location: Any = None,
         mmap: bool = False,
         weights_only: bool = True,
+        read_once: bool = False,
+        process_group: Any = None,
     ) -> Any:
         """`torch.load` from `path`.
 
         With `mmap` the file is fetched to local disk, whole and in parallel, and mapped: tensors come into memory when
         they are used. It is deleted at once, and its space is freed with the last tensor. Only with
         `weights_only=False` may the file run code; do that for files you trust.
+
+        With `read_once` all ranks of the process group must call this together; each block is then read by one of them
+        and sent to the others, so that a thousand ranks do not read the same bytes a thousand times.
         """
-        with self.reader(path) as file:
-            uri = self._store.uri(self._key(path))
+        ranks = Ranks.of(process_group) if read_once else None
+        key = self._key(path)
+        with self.reader(path) if ranks is None else SharedReader(self._store, key, ranks) as file:
+            uri = self._store.uri(key)
             if not mmap:
                 return load_file(file, uri, map_location, weights_only)
             with tempfile.TemporaryDirectory(prefix="voxlane-") as folder:

@@ -18,28 +18,19 @@ _READ_AHEAD_BLOCKS = 8
 _KEPT_BLOCKS = 4
 
 
-class RangedReader(io.RawIOBase):
-    """A seekable file. Whole blocks go straight to where the caller wants them, many requests at a time; while reading
-    goes forward the next eight blocks are fetched ahead, and a few are kept, so that memory is bounded by about
-    twelve blocks of the store's `part_bytes`, whatever the object's size.
-
-    Every block is checked to be of the version that was there when the file was opened and, where checksums are kept,
-    to be what was written (CorruptError).
-    """
+class ObjectFile(io.RawIOBase):
+    """What every read-only file over an object shares: a size and a position."""
 
     def __init__(self, source: Source) -> None:
         super().__init__()
         self._source = source
-        self._size = source.info.size
         self._block_bytes = source.request_bytes
-        self._blocks: OrderedDict[int, Future[Any]] = OrderedDict()
         self._position = 0
-        self._next_block = 0
 
     @property
     def size(self) -> int:
         """Bytes of the object."""
-        return self._size
+        return self._source.info.size
 
     def readable(self) -> bool:
         """True."""
@@ -55,17 +46,41 @@ class RangedReader(io.RawIOBase):
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
         """Move; costs nothing by itself."""
-        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._size}[whence]
+        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self.size}[whence]
         if base + offset < 0:
             raise ValueError(f"seek to {base + offset}, before the start of the file")
         self._position = base + offset
         return self._position
 
+    def _span(self, index: int) -> tuple[int, int]:
+        return index * self._block_bytes, min((index + 1) * self._block_bytes, self.size)
+
+    def _read_block(self, index: int) -> npt.NDArray[np.uint8]:
+        start, stop = self._span(index)
+        block = np.empty(stop - start, np.uint8)
+        self._source.read_into(start, block)
+        return block
+
+
+class RangedReader(ObjectFile):
+    """A seekable file. Whole blocks go straight to where the caller wants them, many requests at a time; while reading
+    goes forward the next eight blocks are fetched ahead, and a few are kept, so that memory is bounded by about
+    twelve blocks of the store's `part_bytes`, whatever the object's size.
+
+    Every block is checked to be of the version that was there when the file was opened and, where checksums are kept,
+    to be what was written (CorruptError).
+    """
+
+    def __init__(self, source: Source) -> None:
+        super().__init__(source)
+        self._blocks: OrderedDict[int, Future[Any]] = OrderedDict()
+        self._next_block = 0
+
     def readinto(self, buffer: Any) -> int:
         """Fill `buffer` from the current position; returns how many bytes there were."""
         target = np.frombuffer(memoryview(buffer).cast("B"), np.uint8)
         start = self._position
-        stop = min(start + len(target), self._size)
+        stop = min(start + len(target), self.size)
         if stop <= start:
             return 0
         first, last = start // self._block_bytes, (stop - 1) // self._block_bytes
@@ -81,7 +96,7 @@ class RangedReader(io.RawIOBase):
                 through.append(index)
         if first in (self._next_block, self._next_block - 1):
             # Ahead only when reading goes forward: torch.load first looks at the end of the file.
-            for index in range(last + 1, min(last + 1 + _READ_AHEAD_BLOCKS, -(-self._size // self._block_bytes))):
+            for index in range(last + 1, min(last + 1 + _READ_AHEAD_BLOCKS, -(-self.size // self._block_bytes))):
                 self._fetch(index)
         self._next_block = last + 1
         for index in through:
@@ -99,12 +114,12 @@ class RangedReader(io.RawIOBase):
     def save_to(self, path: str | os.PathLike[str], progress: Callable[[int], None] | None = None) -> None:
         """Write the whole object to a local file, many blocks at a time; `progress` is called with bytes done."""
         with open(path, "wb") as file:
-            file.truncate(self._size)
-        if self._size:
+            file.truncate(self.size)
+        if self.size:
             self._fill(np.memmap(path, np.uint8, "r+"), progress)
 
     def _fill(self, target: npt.NDArray[np.uint8], progress: Callable[[int], None] | None) -> None:
-        spans = [self._span(index) for index in range(-(-self._size // self._block_bytes))]
+        spans = [self._span(index) for index in range(-(-self.size // self._block_bytes))]
         futures = [self._source.store.submit_part(self._source.read_into, a, target[a:b]) for a, b in spans]
         try:
             for future, (a, b) in zip(futures, spans, strict=True):
@@ -122,15 +137,6 @@ class RangedReader(io.RawIOBase):
         self._blocks.clear()
         super().close()
 
-    def _span(self, index: int) -> tuple[int, int]:
-        return index * self._block_bytes, min((index + 1) * self._block_bytes, self._size)
-
     def _fetch(self, index: int) -> None:
         if index not in self._blocks:
             self._blocks[index] = self._source.store.submit_part(self._read_block, index)
-
-    def _read_block(self, index: int) -> npt.NDArray[np.uint8]:
-        start, stop = self._span(index)
-        block = np.empty(stop - start, np.uint8)
-        self._source.read_into(start, block)
-        return block

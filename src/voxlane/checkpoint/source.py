@@ -36,6 +36,11 @@ class Source:
         """Ranges that are read begin and end at multiples of this, or at the object's end."""
 
     @property
+    def contents(self) -> tuple[Sums, ...]:
+        """What it may still hold, as far as is known."""
+        return tuple(self._contents)
+
+    @property
     def checked(self) -> bool:
         """Whether there are checksums to compare with."""
         return bool(self._contents)

@@ -90,6 +90,7 @@ class BucketDataset:
         """Yield `Skipped` for a failed sample instead of nothing; set by `voxlane.DataLoader`."""
         self._rank, self._world_size = rank, world_size
         self._pass_ended = False
+        self._resumed = False
         self._tally = Tally()
         for part in self.samples.sources.values():
             part.attach(self._tally)
@@ -155,9 +156,15 @@ class BucketDataset:
         return self._tally.epoch
 
     def set_epoch(self, epoch: int) -> None:
-        """Start the next iteration at the beginning of `epoch`: another shuffle. `voxlane.DataLoader` does it."""
+        """Start the next iteration at the beginning of `epoch`: another shuffle. `voxlane.DataLoader` does it.
+
+        The epoch of a state that was just loaded goes on where it stood: training loops, Lightning's among them, set
+        the epoch before they resume it.
+        """
+        if self._resumed and epoch == self.epoch:
+            return
         self._tally.start(epoch, 0)
-        self._pass_ended = False
+        self._pass_ended = self._resumed = False
 
     def start_pass(self) -> None:
         """Call before iterating: after a resumed pass that came to its end, the next one is whole again."""
@@ -168,6 +175,7 @@ class BucketDataset:
     def end_pass(self) -> None:
         """Call when an iteration has given its last sample."""
         self._pass_ended = True
+        self._resumed = False
 
     def rank_indices(self) -> Positions:
         """The samples this rank still has to take in this epoch, in order."""
@@ -207,6 +215,7 @@ class BucketDataset:
         self.seed, self.shuffle = loaded.seed, loaded.shuffle
         self._tally.start(loaded.epoch, loaded.consumed)
         self._pass_ended = False
+        self._resumed = True
 
     # -- counts --------------------------------------------------------------------------------------------------
 

@@ -61,6 +61,8 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
             raise ConfigError(f"batch_size={batch_size}", fix="Give 1 or more")
         collate = _Collate(collate_fn or default_collate)
         self._taken_batches = 0
+        self._batches_before = 0
+        """Of this epoch, given out before `load_state_dict`."""
         self._samples_a_batch = batch_size
         if isinstance(dataset, IterableDataset):
             super().__init__(dataset, batch_size, drop_last=drop_last, collate_fn=collate, **arguments)
@@ -81,27 +83,33 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
                     yield batch
         finally:
             dataset.block, dataset.keep_place = before
-        self._taken_batches = 0
+        self._taken_batches = self._batches_before = 0
         dataset.set_epoch(dataset.epoch + 1)
 
     def __len__(self) -> int:
+        """Batches of the epoch, those given out before `load_state_dict` included, as Lightning and progress bars
+        count."""
         dataset: Any = self.dataset
         samples: int = dataset.rank_length()
-        return samples // self._samples_a_batch if self.drop_last else -(-samples // self._samples_a_batch)
+        left = samples // self._samples_a_batch if self.drop_last else -(-samples // self._samples_a_batch)
+        return self._batches_before + left
 
     def set_epoch(self, epoch: int) -> None:
-        """Start the next pass at the beginning of `epoch`."""
+        """Start the next pass at the beginning of `epoch`; the epoch of a state that was just loaded goes on."""
         dataset: Any = self.dataset
+        if epoch != dataset.epoch:
+            self._batches_before = 0
         dataset.set_epoch(epoch)
 
     def state_dict(self) -> dict[str, Any]:
         """Where the epoch stands after the batches given out so far."""
         dataset: Any = self.dataset
         state: dict[str, Any] = dataset.state_after(self._taken_batches * self._samples_a_batch)
-        return state
+        return {**state, "batches": self._batches_before + self._taken_batches}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue where `state_dict` was taken; the next pass gives the rest of that epoch."""
         dataset: Any = self.dataset
+        dataset.load_state_dict({name: value for name, value in state.items() if name != "batches"})
         self._taken_batches = 0
-        dataset.load_state_dict(state)
+        self._batches_before = int(state.get("batches", 0))

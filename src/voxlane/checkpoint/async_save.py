@@ -1,0 +1,122 @@
+"""Saves that run beside training and tell when they failed."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from concurrent.futures import Future
+from types import TracebackType
+from typing import Any, Literal, Self
+
+import torch
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, AsyncSaveResponse, async_save
+
+from voxlane.checkpoint.collective import quiet, unwrapped
+from voxlane.checkpoint.distributed_writer import DistributedWriter
+from voxlane.errors import BusyError, ConfigError
+from voxlane.store import StoreConfig
+
+
+class AsyncSaver:
+    """Saves distributed checkpoints in the background, one at a time.
+
+        with AsyncSaver() as saver:
+            for step, batch in enumerate(loader):
+                ...
+                if step % 1000 == 0:
+                    saver.save({"model": model.state_dict()}, f"gs://bucket/run/step-{step}")
+
+    `save` returns when the state has been copied, so that training may go on and change it. Nothing is lost in silence:
+    the future fails if the save did, on this rank or another; and whoever does not look at the future gets the error
+    from the next `save`, from `wait` or at the end of the `with` block.
+    """
+
+    def __init__(
+        self,
+        config: StoreConfig | None = None,
+        *,
+        busy: Literal["wait", "refuse"] = "wait",
+        process: bool = False,
+        process_group: Any = None,
+    ) -> None:
+        """`busy`: what `save` does while the one before is running: wait for it, or raise BusyError. `process`: save in
+        a process of its own, which takes no time from the interpreter that trains, at the price of another copy.
+        `process_group`: with a CPU backend, such as "cpu:gloo,cuda:nccl"."""
+        if busy not in ("wait", "refuse"):
+            raise ConfigError(f"busy={busy!r}", fix="Give 'wait' or 'refuse'")
+        self._config = config
+        self._busy = busy
+        self._process = process
+        self._group = process_group
+        self._running: Future[None] | None = None
+        self._stager: DefaultStager | None = None
+
+    def save(self, state: Mapping[str, Any], uri: str | os.PathLike[str], **options: Any) -> Future[None]:
+        """Copy `state` and begin to save it at `uri`; `options` are those of `DistributedWriter`. Collective."""
+        if self._running is not None and not self._running.done() and self._busy == "refuse":
+            raise BusyError("the save before is still running", uri=str(uri), fix="Save less often, or busy='wait'")
+        self.wait()
+        writer = DistributedWriter(uri, self._config, **options)
+        with quiet():
+            response = async_save(
+                dict(state),
+                storage_writer=writer,
+                process_group=self._group,
+                async_checkpointer_type=(
+                    AsyncCheckpointerType.PROCESS if self._process else AsyncCheckpointerType.THREAD
+                ),
+                async_stager=self._staging(),
+            )
+        upload = response.upload_completion if isinstance(response, AsyncSaveResponse) else response
+        outcome: Future[None] = Future()
+        upload.add_done_callback(lambda done: _settle(done, outcome, writer.checkpoint_id))
+        self._running = outcome
+        return outcome
+
+    def wait(self) -> None:
+        """Wait for the save that is running, if any; raises what it raised."""
+        running, self._running = self._running, None
+        if running is not None:
+            running.result()
+
+    def close(self) -> None:
+        """Wait, and free the copy's memory."""
+        try:
+            self.wait()
+        finally:
+            if self._stager is not None:
+                self._stager.close()
+                self._stager = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _staging(self) -> DefaultStager:
+        """One for all saves: it keeps its memory, which is slow to come by."""
+        if self._stager is None:
+            on_device = torch.cuda.is_available()
+            self._stager = DefaultStager(
+                StagingOptions(
+                    use_pinned_memory=on_device,
+                    use_shared_memory=self._process,
+                    use_async_staging=False,
+                    use_non_blocking_copy=on_device,
+                )
+            )
+        return self._stager
+
+
+def _settle(done: Future[Any], outcome: Future[None], uri: str) -> None:
+    """Pass on how a save ended, its errors as ours."""
+    try:
+        with unwrapped(uri):
+            done.result()
+        outcome.set_result(None)
+    except BaseException as error:  # noqa: BLE001 - a thread's boundary: whoever asks for the result gets it
+        outcome.set_exception(error)

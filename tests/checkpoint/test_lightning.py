@@ -1,0 +1,156 @@
+"""Lightning's Trainer with everything at bucket URIs."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.plugins.io import AsyncCheckpointIO
+
+from tests.conftest import Bucket
+from voxlane import DataLoader, MapDataset, errors
+from voxlane.checkpoint.lifecycle import latest, list_checkpoints
+from voxlane.checkpoint.lightning import AsyncBucketCheckpointIO, BucketCheckpointIO, as_uri
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+class Model(pl.LightningModule):
+    """Learns nothing of use, and notes which samples it saw."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(4, 1)
+        self.seen: list[float] = []
+
+    def training_step(self, batch: torch.Tensor, _: int) -> torch.Tensor:
+        self.seen += batch[:, 0].tolist()
+        loss = self.layer(batch).square().mean()
+        self.log("loss", loss)
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adam(self.parameters(), lr=0.1)
+
+
+def _trainer(io: Any, dirpath: str, **options: Any) -> pl.Trainer:
+    saving = ModelCheckpoint(
+        dirpath=dirpath, filename="{epoch}-{step}", save_top_k=2, save_last=True, monitor="loss", mode="min", every_n_train_steps=2
+    )
+    return pl.Trainer(
+        accelerator="cpu",
+        devices=1,
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        plugins=[io],
+        callbacks=[saving],
+        **options,
+    )
+
+
+def _data() -> Any:
+    return torch.utils.data.DataLoader(torch.arange(80.0).reshape(20, 4), batch_size=2)
+
+
+@pytest.mark.parametrize("asynchronous", ["no", "lightning", "ours"])
+def test_fit_saves_the_best_and_the_last_and_resumes(gcs: Bucket, asynchronous: str) -> None:
+    io: Any = BucketCheckpointIO(gcs.config)
+    if asynchronous == "lightning":
+        io = AsyncCheckpointIO(io)
+    elif asynchronous == "ours":
+        io = AsyncBucketCheckpointIO(gcs.config)
+    folder = f"{gcs.uri}/run"
+    first = _trainer(io, folder, max_epochs=1)
+    model = Model()
+    first.fit(model, _data())
+
+    found = list_checkpoints(folder, gcs.config)
+    assert all(c.complete for c in found)
+    names = {c.name for c in found}
+    assert "last.ckpt" in names
+    assert len(names) == 3  # the best two, and the last
+    callback = first.checkpoint_callback
+    assert isinstance(callback, ModelCheckpoint)
+    assert callback.best_model_path.startswith(folder)
+
+    resumed = Model()
+    second = _trainer(BucketCheckpointIO(gcs.config), folder, max_epochs=2)
+    second.fit(resumed, _data(), ckpt_path=f"{folder}/last.ckpt")
+    assert second.current_epoch == 2
+    assert second.global_step == 20
+    whole = Model()
+    whole.load_state_dict(BucketCheckpointIO(gcs.config).load_checkpoint(latest(folder, gcs.config).uri)["state_dict"])
+    assert torch.equal(whole.layer.weight, resumed.layer.weight)
+
+
+def test_a_removed_checkpoint_waits_for_the_one_that_replaces_it(gcs: Bucket) -> None:
+    io = AsyncBucketCheckpointIO(gcs.config)
+    io.save_checkpoint({"n": 1}, f"{gcs.uri}/run/a.ckpt")
+    io.save_checkpoint({"n": torch.zeros(20 << 20)}, f"{gcs.uri}/run/b.ckpt")
+    io.remove_checkpoint(f"{gcs.uri}/run/a.ckpt")
+    assert latest(f"{gcs.uri}/run", gcs.config).complete
+    io.teardown()
+    assert [c.name for c in list_checkpoints(f"{gcs.uri}/run", gcs.config)] == ["b.ckpt"]
+
+
+def test_an_async_save_that_failed_is_told_and_removes_nothing(gcs: Bucket) -> None:
+    io = AsyncBucketCheckpointIO(gcs.config)
+    io.save_checkpoint({"n": 1}, f"{gcs.uri}/run/a.ckpt")
+    io.save_checkpoint({"n": 2}, "gs://no-such-bucket/run/b.ckpt")
+    io.remove_checkpoint(f"{gcs.uri}/run/a.ckpt")
+    with pytest.raises(errors.BucketNotFoundError, match="no-such-bucket"):
+        io.teardown()
+    assert latest(f"{gcs.uri}/run", gcs.config).name == "a.ckpt"
+
+
+def test_a_resumed_fit_sees_the_remaining_samples_and_no_other(gcs: Bucket, put: Any) -> None:
+    put(gcs, {f"data/{i:03}": bytes([i]) for i in range(40)})
+
+    def loader() -> DataLoader:
+        dataset = MapDataset(f"{gcs.uri}/data/", decode=_decode, config=gcs.config, shuffle=True, seed=5)
+        return DataLoader(dataset, batch_size=4)
+
+    io = BucketCheckpointIO(gcs.config)
+    interrupted = Model()
+    _trainer(io, f"{gcs.uri}/run", max_steps=4).fit(interrupted, loader())
+    resumed = Model()
+    trainer = _trainer(io, f"{gcs.uri}/run", max_epochs=1)
+    trainer.fit(resumed, loader(), ckpt_path=f"{gcs.uri}/run/last.ckpt")
+    assert len(interrupted.seen) == 16
+    assert sorted(interrupted.seen + resumed.seen) == [float(i) for i in range(40)]
+
+
+def _decode(body: Any) -> torch.Tensor:
+    return torch.full((4,), float(bytes(body)[0]))
+
+
+def test_code_in_a_checkpoint_is_not_run_unless_asked(gcs: Bucket) -> None:
+    io = BucketCheckpointIO(gcs.config)
+    io.save_checkpoint({"bad": _Code()}, f"{gcs.uri}/bad.ckpt")
+    with pytest.raises(errors.UnsafeError, match=r"bad\.ckpt.*weights_only=False"):
+        io.load_checkpoint(f"{gcs.uri}/bad.ckpt")
+    assert "VOXLANE_RAN" not in os.environ
+    io.load_checkpoint(f"{gcs.uri}/bad.ckpt", weights_only=False)
+    assert os.environ.pop("VOXLANE_RAN") == "yes"
+
+
+class _Code:
+    def __reduce__(self) -> Any:
+        return (_run, ())
+
+
+def _run() -> None:
+    os.environ["VOXLANE_RAN"] = "yes"
+
+
+def test_a_uri_that_went_through_pathlib_is_one_again() -> None:
+    assert as_uri(Path("gs://bucket/run/x.ckpt")) == "gs://bucket/run/x.ckpt"
+    assert as_uri("s3://bucket/x") == "s3://bucket/x"
+    assert as_uri(Path("file:///data/x")) == "file:///data/x"
+    assert as_uri("/data/x") == "/data/x"

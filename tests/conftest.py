@@ -11,6 +11,7 @@ import boto3
 import pytest
 from botocore.config import Config
 
+from tests.ranks import Ranks
 from tests.servers import azurite, has_azurite, seaweedfs
 from voxlane import RetryConfig, Store, StoreConfig
 from voxlane.testing import Access, Emulator
@@ -127,6 +128,14 @@ def memory(request: pytest.FixtureRequest) -> Bucket:
 def s3_emulator(emulator: Emulator) -> Bucket:
     config = StoreConfig(endpoint=emulator.url, access_key_id="k", secret_access_key="s", retry=RETRY)
     return Bucket("s3-emulator", "s3://bkt", config)
+
+
+@pytest.fixture(scope="session")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
+    """Processes to run as ranks."""
+    pool = Ranks(str(tmp_path_factory.mktemp("ranks")))
+    yield pool
+    pool.close()
 
 
 ALL = ["gcs", "s3", "s3_emulator", "azure", "folder", "memory"]

@@ -1,63 +1,85 @@
-"""Runs a function on several ranks, each a process with a gloo group, as a training job has them."""
+"""Runs a function on several ranks, each a process with a gloo group, as a training job has them.
+
+The processes live on from test to test, because importing torch takes longer than most tests.
+"""
 
 from __future__ import annotations
 
+import itertools
 import multiprocessing
 import os
-import queue
-import tempfile
+import time
 import traceback
-import warnings
 from collections.abc import Callable
+from multiprocessing.connection import Connection
 from typing import Any
 
+_context = multiprocessing.get_context("spawn")
 
-def run_ranks(function: Callable[..., Any], num_ranks: int, *arguments: Any, timeout_s: float = 100.0) -> list[Any]:
-    """Call `function(rank, *arguments)` on every rank; returns their results by rank, or raises with the first
-    traceback. `function` must be importable."""
-    context = multiprocessing.get_context("spawn")
-    results: Any = context.Queue()
-    with tempfile.TemporaryDirectory() as folder:
-        processes = [
-            context.Process(
-                target=_main, args=(rank, num_ranks, f"{folder}/rendezvous", results, function, arguments), daemon=True
-            )
-            for rank in range(num_ranks)
-        ]
-        for process in processes:
+
+class Ranks:
+    """A pool of rank processes, made as they are needed."""
+
+    def __init__(self, folder: str) -> None:
+        self._members: list[tuple[Any, Connection]] = []
+        self._folder = folder
+        self._runs = itertools.count()
+
+    def run(self, function: Callable[..., Any], num_ranks: int, *arguments: Any, timeout_s: float = 100.0) -> list[Any]:
+        """Call `function(rank, *arguments)` on every rank; returns their results by rank, or raises with the first
+        traceback. `function` must be importable."""
+        while len(self._members) < num_ranks:
+            here, there = _context.Pipe()
+            process = _context.Process(target=_main, args=(there,), daemon=True)
             process.start()
-        answers: dict[int, Any] = {}
+            self._members.append((process, here))
+        rendezvous = f"{self._folder}/{next(self._runs)}"
+        members = self._members[:num_ranks]
+        for rank, (_, pipe) in enumerate(members):
+            pipe.send((rank, num_ranks, rendezvous, function, arguments))
+        deadline = time.monotonic() + timeout_s
+        answers = []
         try:
-            while len(answers) < num_ranks:
-                rank, value, failure = results.get(timeout=timeout_s)
+            for rank, (_, pipe) in enumerate(members):
+                if not pipe.poll(max(0.0, deadline - time.monotonic())):
+                    raise AssertionError(f"rank {rank} did not answer within {timeout_s:.0f} s")
+                value, failure = pipe.recv()
                 if failure is not None:
                     raise AssertionError(f"rank {rank}:\n{failure}")
-                answers[rank] = value
-        except queue.Empty:
-            raise AssertionError(f"ranks {sorted(set(range(num_ranks)) - set(answers))} did not answer") from None
-        finally:
-            for process in processes:
-                process.join(timeout=10 if len(answers) == num_ranks else 0.1)
-                if process.is_alive():
-                    process.kill()
-                    process.join()
-    return [answers[rank] for rank in range(num_ranks)]
+                answers.append(value)
+        except BaseException:
+            self.close()  # the others may hang
+            raise
+        return answers
+
+    def close(self) -> None:
+        """Stop the processes."""
+        for process, _ in self._members:
+            process.kill()
+            process.join()
+        self._members.clear()
 
 
-def _main(
-    rank: int, num_ranks: int, rendezvous: str, results: Any, function: Callable[..., Any], arguments: tuple[Any, ...]
-) -> None:
+def _main(pipe: Connection) -> None:
     os.environ.update(OMP_NUM_THREADS="1")
-    warnings.simplefilter("ignore")
+    import warnings
+
     import torch
     import torch.distributed as dist
 
+    warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    try:
-        dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=num_ranks)
-        value = function(rank, *arguments)
-        dist.barrier()
-        results.put((rank, value, None))
-        dist.destroy_process_group()
-    except BaseException:  # noqa: BLE001 - a process's boundary: the test that started it raises it
-        results.put((rank, None, traceback.format_exc()))
+    while True:
+        try:
+            rank, num_ranks, rendezvous, function, arguments = pipe.recv()
+        except EOFError:
+            return
+        try:
+            dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=num_ranks)
+            value = function(rank, *arguments)
+            dist.barrier()
+            pipe.send((value, None))
+        except BaseException:  # noqa: BLE001 - a process's boundary: the test that asked raises it
+            pipe.send((None, traceback.format_exc()))
+        finally:
+            dist.destroy_process_group()

@@ -40,7 +40,13 @@ class Model(pl.LightningModule):
 
 def _trainer(io: Any, dirpath: str, **options: Any) -> pl.Trainer:
     saving = ModelCheckpoint(
-        dirpath=dirpath, filename="{epoch}-{step}", save_top_k=2, save_last=True, monitor="loss", mode="min", every_n_train_steps=2
+        dirpath=dirpath,
+        filename="{epoch}-{step}",
+        save_top_k=2,
+        save_last=True,
+        monitor="loss",
+        mode="min",
+        every_n_train_steps=2,
     )
     return pl.Trainer(
         accelerator="cpu",

@@ -1,6 +1,71 @@
-"""Checkpoints straight to and from a bucket."""
+"""Checkpoints straight to and from a bucket, never half-published.
 
-from voxlane.checkpoint.plain import Checkpoint, CheckpointWriter
-from voxlane.checkpoint.reader import RangedReader
+Names are imported on first use: distributed checkpoints take a second to import, and most programs need one kind.
+Lightning's plugin and strategies are in `voxlane.checkpoint.lightning`.
+"""
 
-__all__ = ["Checkpoint", "CheckpointWriter", "RangedReader"]
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from voxlane.checkpoint.async_save import AsyncSaver
+    from voxlane.checkpoint.distributed_reader import DistributedReader, load_sharded
+    from voxlane.checkpoint.distributed_writer import DistributedWriter, save_sharded
+    from voxlane.checkpoint.lifecycle import Retention, find_orphans, latest, list_checkpoints, prune, verify
+    from voxlane.checkpoint.plain import Checkpoint, CheckpointWriter
+    from voxlane.checkpoint.reader import RangedReader
+    from voxlane.checkpoint.safetensors import SafetensorsFile, load_safetensors, save_safetensors
+
+_HOMES = {
+    "AsyncSaver": "async_save",
+    "DistributedReader": "distributed_reader",
+    "load_sharded": "distributed_reader",
+    "DistributedWriter": "distributed_writer",
+    "save_sharded": "distributed_writer",
+    "Retention": "lifecycle",
+    "find_orphans": "lifecycle",
+    "latest": "lifecycle",
+    "list_checkpoints": "lifecycle",
+    "prune": "lifecycle",
+    "verify": "lifecycle",
+    "Checkpoint": "plain",
+    "CheckpointWriter": "plain",
+    "RangedReader": "reader",
+    "SafetensorsFile": "safetensors",
+    "load_safetensors": "safetensors",
+    "save_safetensors": "safetensors",
+}
+
+__all__ = [
+    "AsyncSaver",
+    "Checkpoint",
+    "CheckpointWriter",
+    "DistributedReader",
+    "DistributedWriter",
+    "RangedReader",
+    "Retention",
+    "SafetensorsFile",
+    "find_orphans",
+    "latest",
+    "list_checkpoints",
+    "load_safetensors",
+    "load_sharded",
+    "prune",
+    "save_safetensors",
+    "save_sharded",
+    "verify",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'voxlane.checkpoint' has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"voxlane.checkpoint.{_HOMES[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_HOMES})

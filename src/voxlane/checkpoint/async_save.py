@@ -8,12 +8,12 @@ from concurrent.futures import Future
 from types import TracebackType
 from typing import Any, Literal, Self
 
-import torch
-from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+import torch.distributed as dist
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, AsyncSaveResponse, async_save
 
 from voxlane.checkpoint.collective import quiet, unwrapped
 from voxlane.checkpoint.distributed_writer import DistributedWriter
+from voxlane.checkpoint.staging import Stager
 from voxlane.errors import BusyError, ConfigError
 from voxlane.store import StoreConfig
 
@@ -42,7 +42,8 @@ class AsyncSaver:
     ) -> None:
         """`busy`: what `save` does while the one before is running: wait for it, or raise BusyError. `process`: save in
         a process of its own, which takes no time from the interpreter that trains, at the price of another copy.
-        `process_group`: with a CPU backend, such as "cpu:gloo,cuda:nccl"."""
+        `process_group`: one that nothing else uses while a save runs, since the two would get each other's messages; by
+        default a gloo group of all ranks is made with the first save."""
         if busy not in ("wait", "refuse"):
             raise ConfigError(f"busy={busy!r}", fix="Give 'wait' or 'refuse'")
         self._config = config
@@ -50,13 +51,15 @@ class AsyncSaver:
         self._process = process
         self._group = process_group
         self._running: Future[None] | None = None
-        self._stager: DefaultStager | None = None
+        self._stager = Stager(shared=process)
 
     def save(self, state: Mapping[str, Any], uri: str | os.PathLike[str], **options: Any) -> Future[None]:
         """Copy `state` and begin to save it at `uri`; `options` are those of `DistributedWriter`. Collective."""
         if self._running is not None and not self._running.done() and self._busy == "refuse":
             raise BusyError("the save before is still running", uri=str(uri), fix="Save less often, or busy='wait'")
         self.wait()
+        if self._group is None and dist.is_available() and dist.is_initialized():
+            self._group = dist.new_group(backend="gloo")
         writer = DistributedWriter(uri, self._config, **options)
         with quiet():
             response = async_save(
@@ -66,7 +69,7 @@ class AsyncSaver:
                 async_checkpointer_type=(
                     AsyncCheckpointerType.PROCESS if self._process else AsyncCheckpointerType.THREAD
                 ),
-                async_stager=self._staging(),
+                async_stager=self._stager,
             )
         upload = response.upload_completion if isinstance(response, AsyncSaveResponse) else response
         outcome: Future[None] = Future()
@@ -85,9 +88,7 @@ class AsyncSaver:
         try:
             self.wait()
         finally:
-            if self._stager is not None:
-                self._stager.close()
-                self._stager = None
+            self._stager.close()
 
     def __enter__(self) -> Self:
         return self
@@ -96,20 +97,6 @@ class AsyncSaver:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
-
-    def _staging(self) -> DefaultStager:
-        """One for all saves: it keeps its memory, which is slow to come by."""
-        if self._stager is None:
-            on_device = torch.cuda.is_available()
-            self._stager = DefaultStager(
-                StagingOptions(
-                    use_pinned_memory=on_device,
-                    use_shared_memory=self._process,
-                    use_async_staging=False,
-                    use_non_blocking_copy=on_device,
-                )
-            )
-        return self._stager
 
 
 def _settle(done: Future[Any], outcome: Future[None], uri: str) -> None:

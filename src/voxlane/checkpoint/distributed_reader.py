@@ -8,7 +8,7 @@ import os
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future as ThreadFuture
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -28,26 +28,13 @@ from voxlane.checkpoint.collective import Ranks, sub_group
 from voxlane.checkpoint.distributed_metadata import Files
 from voxlane.checkpoint.plain import load_file
 from voxlane.checkpoint.source import Source
+from voxlane.checkpoint.wanted import Wanted, read_wanted, submit_wanted
 from voxlane.errors import CheckpointError, ConfigError, IncompleteError, NotFoundError
 from voxlane.store import ObjectInfo, Store, StoreConfig
-from voxlane.store.ranges import Span, coalesce
 
-_MAX_GAP_BYTES = 256 * 1024
-"""Wanted ranges closer than this share a request."""
 _BUCKET_BYTES = 16 << 20
 """Small tensors are sent to the other ranks together, about this much at a time."""
 _Bytes = npt.NDArray[np.uint8]
-
-
-@dataclass(frozen=True)
-class Wanted:
-    """A range of a file and what to do with its bytes."""
-
-    start: int
-    stop: int
-    """Exclusive."""
-    take: Callable[[int, _Bytes], None]
-    """Called with pieces of the range, in any order, from any thread: their offset from `start`, and the bytes."""
 
 
 class DistributedReader(StorageReader):
@@ -77,6 +64,7 @@ class DistributedReader(StorageReader):
         self._group = process_group
         self._read_once = read_once
         self._weights_only = weights_only
+        self._opened = False
         self.reset(uri)
 
     # -- torch's protocol, in the order of its calls -----------------------------------------------------------------
@@ -87,12 +75,18 @@ class DistributedReader(StorageReader):
             parsed = uris.parse(checkpoint_id)
             self._folder = parsed.key.rstrip("/") + "/" if parsed.key else ""
             self._store = Store(str(parsed), self._config)
+        elif self._opened:
+            self._opened = False  # what `open` read is for the load that begins now
+            return
+        self._opened = False
         self._metadata: Metadata | None = None
         self._files: Files | None = None
         self._ranks: Ranks | None = None
 
     def read_metadata(self, *args: Any) -> Metadata:
         """The checkpoint's metadata, read by one rank for all."""
+        if self._metadata is not None:
+            return self._metadata
         self._ranks = Ranks.of(self._group) if self._read_once else None
         if self._ranks is None:
             self._metadata, self._files = self._read_commit()
@@ -156,6 +150,13 @@ class DistributedReader(StorageReader):
 
     # -- beyond torch's protocol -------------------------------------------------------------------------------------
 
+    def open(self) -> None:
+        """Read the metadata now, for the next `dcp.load`: its errors are plain ones, while torch logs what it meets in
+        a load and raises something else. Collective."""
+        self._metadata = None
+        self.read_metadata()
+        self._opened = True
+
     def attachment(self, name: str) -> bytes | None:
         """A file that was published with the checkpoint (`DistributedWriter(attachments=...)`), or None. Collective
         when ranks read together."""
@@ -170,7 +171,7 @@ class DistributedReader(StorageReader):
         path = files.attachments[name]
         source = self.source(path)
         data = np.empty(source.info.size, np.uint8)
-        read_wanted(source, [Wanted(0, len(data), lambda at, piece: _place(data, at, piece))])
+        read_wanted(source, [Wanted(0, data)])
         return data.tobytes()
 
     def source(self, path: str) -> Source:
@@ -314,10 +315,10 @@ class _Loading:
         view = _plain_view(target)
         if view is not None and target.dtype == dtype and high - low == item.lengths.numel():
             self._after.append(lambda: self._planner.commit_tensor(item, target))
-            return Wanted(start, start + nbytes, lambda at, piece: _place(view, at, piece))
+            return Wanted(start, view)
         held = np.empty(nbytes, np.uint8)
         self._after.append(lambda: self._put_rows(item, held, low, sizes, dtype))
-        return Wanted(start, start + nbytes, lambda at, piece: _place(held, at, piece))
+        return Wanted(start, held)
 
     def _whole_item(self, item: ReadItem, info: _StorageInfo) -> Wanted:
         held = np.empty(info.length, np.uint8)
@@ -333,7 +334,7 @@ class _Loading:
             self._put(item, narrow_tensor_by_index(tensor, item.storage_offsets, item.lengths))
 
         self._after.append(use)
-        return Wanted(info.offset, info.offset + info.length, lambda at, piece: _place(held, at, piece))
+        return Wanted(info.offset, held)
 
     def _put_rows(self, item: ReadItem, held: _Bytes, low: int, sizes: torch.Size, dtype: torch.dtype) -> None:
         """`held` is a run of the stored chunk's elements that begins at element `low`: cut the wanted box out of it."""
@@ -380,15 +381,6 @@ class _Shared:
     size: int
     """Bytes as they are sent."""
     is_tensor: bool
-
-
-@dataclass
-class _Request:
-    """One ranged read and the pieces that are cut from it."""
-
-    start: int
-    stop: int
-    pieces: list[Wanted] = field(default_factory=list)
 
 
 def _key(item: ReadItem) -> Any:
@@ -444,54 +436,6 @@ def _rows(offsets: torch.Size, lengths: torch.Size, sizes: torch.Size) -> tuple[
     return low, high + 1
 
 
-def plan_requests(source: Source, wanted: Sequence[Wanted]) -> list[_Request]:
-    """Whole blocks that hold all that is wanted of one file, near ones together, none much larger than a good
-    request."""
-    spans = [Span(*source.aligned(w.start, w.stop)) for w in wanted if w.stop > w.start]
-    if not spans:
-        return []
-    step = source.request_bytes
-    requests = [
-        _Request(at, min(at + step, group.stop))
-        for group in coalesce(spans, max_gap_bytes=_MAX_GAP_BYTES).groups
-        for at in range(group.start, group.stop, step)
-    ]
-    requests.sort(key=lambda r: r.start)
-    first = 0
-    for piece in sorted(wanted, key=lambda w: w.start):
-        while first < len(requests) and requests[first].stop <= piece.start:
-            first += 1
-        for index in range(first, len(requests)):
-            if requests[index].start >= piece.stop:
-                break
-            requests[index].pieces.append(piece)
-    return requests
-
-
-def submit_wanted(source: Source, wanted: Sequence[Wanted]) -> list[ThreadFuture[None]]:
-    """Start reading all that is wanted of one file, on the store's threads."""
-    return [source.store.submit_part(_run, source, request) for request in plan_requests(source, wanted)]
-
-
-def read_wanted(source: Source, wanted: Sequence[Wanted]) -> None:
-    """Read all that is wanted of one file."""
-    for future in submit_wanted(source, wanted):
-        future.result()
-
-
-def _run(source: Source, request: _Request) -> None:
-    data = np.empty(request.stop - request.start, np.uint8)
-    source.read_into(request.start, data)
-    for piece in request.pieces:
-        low, high = max(piece.start, request.start), min(piece.stop, request.stop)
-        if low < high:
-            piece.take(low - piece.start, data[low - request.start : high - request.start])
-
-
-def _place(target: _Bytes, at: int, piece: _Bytes) -> None:
-    target[at : at + len(piece)] = piece
-
-
 def _plain_view(tensor: torch.Tensor) -> _Bytes | None:
     """The tensor's own memory as bytes, if it is plain, contiguous CPU memory."""
     if type(tensor) is not torch.Tensor or tensor.device.type != "cpu" or not tensor.is_contiguous():
@@ -517,5 +461,6 @@ def load_sharded(
     from voxlane.checkpoint.collective import quiet, unwrapped
 
     reader = DistributedReader(uri, config, process_group=process_group, **options)
+    reader.open()
     with quiet(), unwrapped(reader.checkpoint_id):
         load(state, storage_reader=reader, process_group=process_group)

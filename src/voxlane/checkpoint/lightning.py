@@ -76,9 +76,7 @@ class BucketCheckpointIO(CheckpointIO):
         if config is not None:
             register_filesystem(config, override=True)
 
-    def save_checkpoint(
-        self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any = None
-    ) -> None:
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any = None) -> None:
         """Write a checkpoint; it is published whole or not at all."""
         if storage_options is not None:
             raise TypeError("storage_options are not used: give BucketCheckpointIO a StoreConfig")
@@ -231,6 +229,22 @@ class BucketFSDPStrategy(_Sharded, FSDPStrategy):
         kwargs.setdefault("checkpoint_io", BucketCheckpointIO(store_config))
         super().__init__(*args, **kwargs)
         self._set_up_bucket(store_config, async_save)
+
+    def _setup_model(self, model: torch.nn.Module) -> torch.nn.Module:
+        """On the CPU, for tests and benchmarks: there FSDP wants to be told its device, which Lightning does not."""
+        if self.root_device.type == "cpu":
+            from torch.distributed.fsdp import FullyShardedDataParallel
+
+            model = FullyShardedDataParallel(
+                model,
+                cpu_offload=self.cpu_offload,
+                mixed_precision=self.mixed_precision_config,
+                sharding_strategy=self.sharding_strategy,
+                device_id=self.root_device,
+                **self.kwargs,
+            )
+            self.kwargs.pop("auto_wrap_policy", None)
+        return super()._setup_model(model)
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         """Save at a URI, by all ranks together."""

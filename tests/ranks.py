@@ -30,7 +30,7 @@ class Ranks:
         traceback. `function` must be importable."""
         while len(self._members) < num_ranks:
             here, there = _context.Pipe()
-            process = _context.Process(target=_main, args=(there,), daemon=True)
+            process = _context.Process(target=_main, args=(there,))
             process.start()
             self._members.append((process, here))
         rendezvous = f"{self._folder}/{next(self._runs)}"

@@ -9,12 +9,18 @@ from types import TracebackType
 from typing import Any, Literal, Self
 
 import torch.distributed as dist
-from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, AsyncSaveResponse, async_save
+from torch.distributed.checkpoint.staging import AsyncStager
+from torch.distributed.checkpoint.state_dict_saver import (
+    AsyncCheckpointerType,
+    AsyncSaveResponse,
+    _stateful_to_state_dict,
+    async_save,
+)
 
-from voxlane.checkpoint.collective import quiet, unwrapped
+from voxlane.checkpoint.collective import silence, unwrapped
 from voxlane.checkpoint.distributed_writer import DistributedWriter
 from voxlane.checkpoint.staging import Stager
-from voxlane.errors import BusyError, ConfigError
+from voxlane.errors import BusyError, CheckpointError, ConfigError, VoxlaneError
 from voxlane.store import StoreConfig
 
 
@@ -61,16 +67,18 @@ class AsyncSaver:
         if self._group is None and dist.is_available() and dist.is_initialized():
             self._group = dist.new_group(backend="gloo")
         writer = DistributedWriter(uri, self._config, **options)
-        with quiet():
-            response = async_save(
-                dict(state),
-                storage_writer=writer,
-                process_group=self._group,
-                async_checkpointer_type=(
-                    AsyncCheckpointerType.PROCESS if self._process else AsyncCheckpointerType.THREAD
-                ),
-                async_stager=self._stager,
-            )
+        try:
+            staged = self._stager.stage(_stateful_to_state_dict(dict(state)))
+        except Exception as error:  # noqa: BLE001 - the other ranks wait for this one: all of them must fail
+            staged, writer = {}, _Failed(uri, error)
+        silence()
+        response = async_save(
+            staged,
+            storage_writer=writer,
+            process_group=self._group,
+            async_checkpointer_type=AsyncCheckpointerType.PROCESS if self._process else AsyncCheckpointerType.THREAD,
+            async_stager=_AsItIs(),
+        )
         upload = response.upload_completion if isinstance(response, AsyncSaveResponse) else response
         outcome: Future[None] = Future()
         upload.add_done_callback(lambda done: _settle(done, outcome, writer.checkpoint_id))
@@ -97,6 +105,34 @@ class AsyncSaver:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+class _AsItIs(AsyncStager):
+    """For a state that was copied already."""
+
+    @property
+    def should_synchronize_after_execute(self) -> bool:
+        return False
+
+    def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        return state_dict
+
+    def synchronize_staging(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+class _Failed(DistributedWriter):
+    """Of a rank that could not copy its state: tells the other ranks so, through the save that they have begun."""
+
+    def __init__(self, uri: str | os.PathLike[str], error: Exception) -> None:
+        super().__init__(uri)
+        self._error = error if isinstance(error, VoxlaneError) else CheckpointError(f"cannot copy the state: {error!r}")
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        raise self._error
 
 
 def _settle(done: Future[Any], outcome: Future[None], uri: str) -> None:

@@ -101,8 +101,13 @@ def _with_cpu(group: Any) -> Any:
 def quiet() -> Iterator[None]:
     """Without torch's remarks on using distributed checkpoints in one process, which is a fine thing to do."""
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        silence()
         yield
+
+
+def silence() -> None:
+    """As `quiet`, from now on: for saves on other threads, which share their filters with all."""
+    warnings.filterwarnings("ignore", message="torch.distributed is disabled")
 
 
 @contextlib.contextmanager

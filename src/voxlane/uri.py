@@ -67,6 +67,15 @@ def parse(uri: str | os.PathLike[str]) -> Uri:
     return Uri(scheme, bucket, key)
 
 
+def from_path(path: str | os.PathLike[str]) -> str:
+    """`path` as text; a URI that went through `pathlib`, and lost a slash there, gets it back."""
+    return re.sub(r"^(gs|gcs|s3|s3a|az|file):/+(?=[^/])", _slashes, os.fspath(path))
+
+
+def _slashes(match: re.Match[str]) -> str:
+    return "file:///" if match[1] == "file" else f"{match[1]}://"
+
+
 def _local(path: str) -> Uri:
     absolute = os.path.abspath(path)
     trailing = "/" if path.endswith("/") and absolute != "/" else ""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -15,7 +14,7 @@ from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from tests.conftest import Bucket
 from voxlane import DataLoader, MapDataset, errors
 from voxlane.checkpoint.lifecycle import latest, list_checkpoints
-from voxlane.checkpoint.lightning import AsyncBucketCheckpointIO, BucketCheckpointIO, as_uri
+from voxlane.checkpoint.lightning import AsyncBucketCheckpointIO, BucketCheckpointIO
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -153,10 +152,3 @@ class _Code:
 
 def _run() -> None:
     os.environ["VOXLANE_RAN"] = "yes"
-
-
-def test_a_uri_that_went_through_pathlib_is_one_again() -> None:
-    assert as_uri(Path("gs://bucket/run/x.ckpt")) == "gs://bucket/run/x.ckpt"
-    assert as_uri("s3://bucket/x") == "s3://bucket/x"
-    assert as_uri(Path("file:///data/x")) == "file:///data/x"
-    assert as_uri("/data/x") == "/data/x"

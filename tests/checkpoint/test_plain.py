@@ -2,14 +2,26 @@
 
 from __future__ import annotations
 
+import argparse
+import gc
 import io
+import json
+import multiprocessing
 import random
+import threading
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from tests.conftest import Bucket
 from voxlane import Checkpoint, errors
+from voxlane.checkpoint.source import read_contents, write_contents
+from voxlane.checkpoint.sums import BLOCK_BYTES, Sums, SumsBuilder
+from voxlane.testing import Emulator
 
 MIB = 1 << 20
 
@@ -71,3 +83,181 @@ def test_reading_backwards_holds_few_blocks(gcs: Bucket) -> None:
             assert len(file._blocks) <= 12
         with pytest.raises(ValueError, match="before the start"):
             file.seek(-5)
+
+
+# -- checksums ---------------------------------------------------------------------------------------------------------
+
+
+def _flip(bucket: Bucket, name: str, at: int) -> None:
+    body = bytearray(bucket.store.get(bucket.key(name)))
+    body[at] ^= 1
+    bucket.store.put(bucket.key(name), body)
+
+
+@pytest.mark.parametrize("at", [0, 1_000_000, 5_000_000, -1])
+def test_a_changed_byte_is_found_wherever_it_is(bucket: Bucket, at: int) -> None:
+    ckpt = Checkpoint(bucket.uri, bucket.config)
+    state = {"w": torch.randn(1500, 1000)}
+    ckpt.save(state, "a.ckpt")
+    assert torch.equal(ckpt.load("a.ckpt")["w"], state["w"])
+    _flip(bucket, "a.ckpt", at)
+    with ckpt.reader("a.ckpt") as file, pytest.raises(errors.CorruptError, match=r"a\.ckpt.*not those that were"):
+        file.read()
+
+
+def test_torch_load_of_a_damaged_file_says_so(gcs: Bucket) -> None:
+    ckpt = Checkpoint(gcs.uri, gcs.config)
+    ckpt.save({"w": torch.randn(3_000_000)}, "a.ckpt")
+    _flip(gcs, "a.ckpt", 6_000_000)
+    for options in ({}, {"mmap": True}):
+        with pytest.raises(errors.CorruptError, match=r"gs://bkt/a\.ckpt"):
+            ckpt.load("a.ckpt", **options)
+
+
+def test_a_truncated_file_is_named(gcs: Bucket) -> None:
+    ckpt = Checkpoint(gcs.uri, gcs.config)
+    ckpt.save({"w": torch.randn(1000)}, "a.ckpt")
+    gcs.store.put("a.ckpt", bytes(gcs.store.get("a.ckpt"))[:-100])
+    with pytest.raises(errors.CorruptError, match=r"a\.ckpt: the object has [\d,]+ bytes, [\d,]+ were written"):
+        ckpt.load("a.ckpt")
+
+
+def test_a_save_that_ends_between_checksums_and_file_leaves_the_old_file_sound(bucket: Bucket) -> None:
+    """A kill at the worst moment: the new checksums are stored, the new file is not."""
+    ckpt = Checkpoint(bucket.uri, bucket.config)
+    ckpt.save({"n": 1}, "last.ckpt")
+    writer = ckpt.writer("last.ckpt")
+    writer.write(b"something else")
+    store, key = bucket.store, bucket.key("last.ckpt")
+    write_contents(store, key, [*read_contents(store, key), writer.sums()])
+    assert ckpt.load("last.ckpt") == {"n": 1}
+    writer.abort()
+    ckpt.save({"n": 2}, "last.ckpt")
+    assert ckpt.load("last.ckpt") == {"n": 2}
+    assert len(read_contents(store, key)) == 1
+
+
+@given(st.lists(st.integers(0, 3 * BLOCK_BYTES), max_size=6))
+@settings(max_examples=25, deadline=None)
+def test_checksums_do_not_depend_on_how_the_bytes_came(sizes: list[int]) -> None:
+    data = np.random.default_rng(0).integers(0, 256, sum(sizes), np.uint8)
+    pieces, whole = SumsBuilder(), SumsBuilder()
+    position = 0
+    for size in sizes:
+        pieces.update(data[position : position + size])
+        position += size
+    whole.update(data)
+    sums = pieces.finish()
+    assert sums == whole.finish()
+    assert sums.size == len(data)
+    assert sums.first_bad(0, data) is None
+    assert Sums.from_json(json.loads(json.dumps(sums.to_json())), "") == sums
+    if len(data):
+        at = len(data) // 2
+        data[at] ^= 1
+        bad = sums.first_bad(0, data)
+        assert bad is not None
+        assert bad[0] <= at < bad[1]
+
+
+# -- publishing --------------------------------------------------------------------------------------------------------
+
+
+def test_an_exception_keeps_the_file_that_was_there(bucket: Bucket) -> None:
+    ckpt = Checkpoint(bucket.uri, bucket.config)
+    ckpt.save({"n": 1}, "a.ckpt")
+    with pytest.raises(ZeroDivisionError), ckpt.writer("a.ckpt") as file:
+        file.write(bytes(20 << 20))
+        raise ZeroDivisionError
+    assert ckpt.load("a.ckpt") == {"n": 1}
+
+
+def test_a_writer_that_is_dropped_publishes_nothing(gcs: Bucket, emulator: Emulator) -> None:
+    writer = Checkpoint(gcs.uri, gcs.config).writer("a.ckpt")
+    writer.write(bytes(20 << 20))
+    del writer
+    gc.collect()
+    assert emulator.keys("bkt") == []
+    assert emulator.uploads("bkt") == []
+
+
+def test_delete_removes_the_file_and_its_checksums(bucket: Bucket) -> None:
+    ckpt = Checkpoint(f"{bucket.uri}/run", bucket.config)
+    ckpt.save({"n": 1}, "a.ckpt")
+    ckpt.delete("a.ckpt")
+    assert list(bucket.store.list_pages(bucket.key("run/"))) == []
+
+
+# -- loading -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mmap", [False, True])
+def test_load_takes_only_weights_unless_asked(gcs: Bucket, mmap: bool) -> None:
+    ckpt = Checkpoint(gcs.uri, gcs.config)
+    state = {"w": torch.randn(300, 400), "names": ["a", "b"]}
+    ckpt.save(state, "a.ckpt")
+    loaded = ckpt.load("a.ckpt", mmap=mmap)
+    assert torch.equal(loaded["w"], state["w"])
+    loaded["w"] += 1  # a private copy of the mapped file
+    ckpt.save({"odd": argparse.Namespace(x=1)}, "odd.ckpt")
+    with pytest.raises(errors.UnsafeError, match=r"odd\.ckpt.*Namespace.*weights_only=False"):
+        ckpt.load("odd.ckpt", mmap=mmap)
+    assert ckpt.load("odd.ckpt", mmap=mmap, weights_only=False)["odd"].x == 1
+
+
+@pytest.mark.parametrize("body", [b"", b"not a checkpoint", bytes(3_000_000)])
+def test_what_is_no_checkpoint_is_one_clear_error(gcs: Bucket, body: bytes) -> None:
+    gcs.store.put("a.ckpt", body)
+    with pytest.raises(errors.CheckpointError, match=r"gs://bkt/a\.ckpt"):
+        Checkpoint(gcs.uri, gcs.config).load("a.ckpt")
+
+
+def test_a_save_and_a_load_hold_little_beside_the_state(gcs: Bucket) -> None:
+    """In a process of its own, whose high-water mark is its own: 1 GB, in parts of 8 MiB."""
+    context = multiprocessing.get_context("spawn")
+    results: Any = context.Queue()
+    process = context.Process(target=_peak_memory, args=(gcs.uri, gcs.config, results))
+    process.start()
+    save_bytes, load_bytes = results.get(timeout=100)
+    process.join()
+    assert save_bytes < 256 << 20
+    assert load_bytes < (1 << 30) + (256 << 20)  # what it loads, once
+
+
+def _peak_memory(uri: str, config: Any, results: Any) -> None:
+    ckpt = Checkpoint(uri, config)
+    ckpt.save({"w": torch.ones(1 << 20)}, "warm.ckpt")
+    ckpt.load("warm.ckpt")
+    state = {f"w{i}": torch.ones(64 << 20) for i in range(4)}
+    peaks = []
+    for work in (lambda: ckpt.save(state, "big.ckpt"), lambda: ckpt.load("big.ckpt")):
+        before = _resident_bytes()
+        watch = _Watch()
+        kept = work()
+        peaks.append(watch.peak() - before)
+        del kept
+    results.put(peaks)
+
+
+class _Watch:
+    """The most memory that was resident while it watched."""
+
+    def __init__(self) -> None:
+        self._most = 0
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+
+    def _run(self) -> None:
+        while not self._stop.wait(0.01):
+            self._most = max(self._most, _resident_bytes())
+
+    def peak(self) -> int:
+        self._stop.set()
+        self._thread.join()
+        return self._most
+
+
+def _resident_bytes() -> int:
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * 4096

@@ -4,17 +4,27 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import numpy
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from google.api_core.retry import Retry
 from google.auth.credentials import AnonymousCredentials, Credentials
 from google.cloud import storage
+from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.demos.boring_classes import BoringModel
 
 from tests.conftest import Bucket
 from voxlane import errors
-from voxlane.compat.dataflux import dataflux_checkpoint, dataflux_iterable_dataset, dataflux_mapstyle_dataset
+from voxlane.compat.dataflux import (
+    dataflux_checkpoint,
+    dataflux_iterable_dataset,
+    dataflux_mapstyle_dataset,
+    lightning,
+)
 from voxlane.testing import Access, Emulator
 
 Put = Callable[[Bucket, dict[str, bytes]], None]
@@ -133,4 +143,44 @@ def test_checkpoint(client: storage.Client, emulator: Emulator) -> None:
     with pytest.raises(ZeroDivisionError), ckpt.writer("checkpoints/broken.ckpt") as writer:
         torch.save(model.state_dict(), writer)
         raise ZeroDivisionError
-    assert emulator.keys("bkt", "checkpoints/") == ["checkpoints/epoch0.ckpt"]
+    assert emulator.keys("bkt", "checkpoints/") == ["checkpoints/epoch0.ckpt", "checkpoints/epoch0.ckpt.sums"]
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_lightning_checkpoint(client: storage.Client, asynchronous: bool) -> None:
+    kind = lightning.DatafluxLightningAsyncCheckpoint if asynchronous else lightning.DatafluxLightningCheckpoint
+    checkpoints = kind(PROJECT_NAME, storage_client=client)
+    model = BoringModel()
+    trainer = Trainer(
+        default_root_dir=f"gs://{BUCKET_NAME}/runs/",
+        plugins=[checkpoints],
+        callbacks=[
+            ModelCheckpoint(
+                dirpath=f"gs://{BUCKET_NAME}/runs/", filename="{step}", save_top_k=-1, every_n_train_steps=2
+            )
+        ],
+        accelerator="cpu",
+        max_steps=4,
+        limit_val_batches=0,
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(model)
+    loaded = lightning.DatafluxLightningCheckpoint(PROJECT_NAME, storage_client=client).load_checkpoint(
+        f"gs://{BUCKET_NAME}/runs/step=4.ckpt"
+    )
+    assert torch.equal(loaded["state_dict"]["layer.weight"], model.layer.weight)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_distributed_checkpoint(client: storage.Client) -> None:
+    state = {"w": torch.randn(100, 100)}
+    path = Path(f"gs://{BUCKET_NAME}/dist")  # as in its demo
+    dcp.save(state, storage_writer=lightning.GCSDistributedWriter(path, PROJECT_NAME, client, thread_count=3))
+    loaded = {"w": torch.zeros(100, 100)}
+    dcp.load(loaded, storage_reader=lightning.GCSDistributedReader(path, PROJECT_NAME, client))
+    assert torch.equal(loaded["w"], state["w"])
+    strategy = lightning.DatafluxFSDPStrategy(str(path), PROJECT_NAME, client, model=None)
+    assert strategy._state_dict_type == "sharded"

@@ -11,7 +11,7 @@ from tests.conftest import Bucket
 from voxlane import RetryConfig, Store, StoreConfig, errors
 from voxlane.store import translate
 from voxlane.testing import Access, Emulator
-from voxlane.uri import parse
+from voxlane.uri import from_path, parse
 
 
 @pytest.mark.parametrize(
@@ -112,3 +112,10 @@ def test_every_exception_of_the_engine_is_known() -> None:
     names = {n for n in dir(engine) if isinstance(getattr(engine, n), type)}
     assert names
     assert names <= translate.ENGINE_ERRORS
+
+
+def test_a_uri_that_went_through_pathlib_is_one_again() -> None:
+    assert from_path(Path("gs://bucket/run/x.ckpt")) == "gs://bucket/run/x.ckpt"
+    assert from_path("s3://bucket/x") == "s3://bucket/x"
+    assert from_path(Path("file:///data/x")) == "file:///data/x"
+    assert from_path("/data/x") == "/data/x"

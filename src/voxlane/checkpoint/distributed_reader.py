@@ -72,7 +72,7 @@ class DistributedReader(StorageReader):
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """A new load begins, from another URI if one is given."""
         if checkpoint_id is not None:
-            parsed = uris.parse(checkpoint_id)
+            parsed = uris.parse(uris.from_path(checkpoint_id))
             self._folder = parsed.key.rstrip("/") + "/" if parsed.key else ""
             self._store = Store(str(parsed), self._config)
         elif self._opened:

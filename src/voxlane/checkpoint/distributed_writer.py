@@ -77,7 +77,7 @@ class DistributedWriter(StorageWriter):
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """A new save begins, at another URI if one is given."""
         if checkpoint_id is not None:
-            parsed = uris.parse(checkpoint_id)
+            parsed = uris.parse(uris.from_path(checkpoint_id))
             if not parsed.key:
                 raise ConfigError("a checkpoint needs a folder in the bucket", uri=str(parsed), fix="Add a name")
             self._folder = parsed.key.rstrip("/") + "/"

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import io
 import os
-import re
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -49,15 +48,6 @@ _META = "meta.pt"
 """What a Lightning checkpoint holds beside weights and optimizer states; the name Lightning gives it."""
 
 register_filesystem()
-
-
-def as_uri(path: str | os.PathLike[str]) -> str:
-    """`path` as a URI; a URI that went through `pathlib` has lost a slash and gets it back."""
-    return re.sub(r"^(gs|gcs|s3|s3a|az|memory|file):/+(?=[^/])", _slashes, os.fspath(path))
-
-
-def _slashes(match: re.Match[str]) -> str:
-    return "file:///" if match[1] == "file" else f"{match[1]}://"
 
 
 class BucketCheckpointIO(CheckpointIO):
@@ -100,7 +90,7 @@ class BucketCheckpointIO(CheckpointIO):
     def remove_checkpoint(self, path: str | Path) -> None:
         """Delete a checkpoint, a file's or a sharded one; one that is gone is no error."""
         try:
-            remove(find(as_uri(path), self._config))
+            remove(find(uris.from_path(path), self._config))
         except NotFoundError as error:
             if type(error) is not NotFoundError:
                 raise
@@ -138,7 +128,7 @@ class _Sharded:
         self._saver = AsyncSaver(config) if async_save else None
 
     def _save_sharded(self: Any, checkpoint: dict[str, Any], path: Any, model_key: str) -> None:
-        uri = as_uri(self.broadcast(os.fspath(path)))
+        uri = uris.from_path(self.broadcast(os.fspath(path)))
         state = {model_key: checkpoint.pop("state_dict")}
         state |= {f"optimizer_{i}": s for i, s in enumerate(checkpoint.pop("optimizer_states", []))}
         buffer = io.BytesIO()
@@ -150,7 +140,7 @@ class _Sharded:
             save_sharded(state, uri, self._store_config, attachments=attachments)
 
     def _save_full(self: Any, checkpoint: dict[str, Any], path: Any) -> None:
-        uri = as_uri(self.broadcast(os.fspath(path)))
+        uri = uris.from_path(self.broadcast(os.fspath(path)))
         if self.is_global_zero:
             self.checkpoint_io.save_checkpoint(checkpoint, uri)
 
@@ -256,7 +246,7 @@ class BucketFSDPStrategy(_Sharded, FSDPStrategy):
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """Load from a URI, sharded or full, by all ranks together; the number of ranks may be another."""
         self._wait_for_save()
-        uri = as_uri(self.broadcast(os.fspath(checkpoint_path)))
+        uri = uris.from_path(self.broadcast(os.fspath(checkpoint_path)))
         if not self._is_sharded(uri):
             with self._local_copy(uri) as path:
                 return super().load_checkpoint(path, weights_only=weights_only)
@@ -318,7 +308,7 @@ class BucketModelParallelStrategy(_Sharded, ModelParallelStrategy):
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """Load from a URI, distributed or full, by all ranks together; the number of ranks may be another."""
         self._wait_for_save()
-        uri = as_uri(self.broadcast(os.fspath(checkpoint_path)))
+        uri = uris.from_path(self.broadcast(os.fspath(checkpoint_path)))
         if not self._is_sharded(uri):
             with self._local_copy(uri) as path:
                 return super().load_checkpoint(path, weights_only=weights_only)
@@ -356,6 +346,6 @@ class BucketModelParallelStrategy(_Sharded, ModelParallelStrategy):
 
 
 def _split(path: str | Path) -> tuple[str, str]:
-    parsed = uris.parse(as_uri(path))
+    parsed = uris.parse(uris.from_path(path))
     folder, _, name = parsed.key.rpartition("/")
     return parsed.root + folder, name

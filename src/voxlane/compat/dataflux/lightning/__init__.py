@@ -1,0 +1,16 @@
+"""`dataflux_pytorch.lightning`, over `voxlane.checkpoint.lightning` and voxlane's distributed checkpoints."""
+
+from voxlane.compat.dataflux.lightning.dataflux_lightning_checkpoint import (
+    DatafluxLightningAsyncCheckpoint,
+    DatafluxLightningCheckpoint,
+)
+from voxlane.compat.dataflux.lightning.gcs_filesystem import GCSDistributedReader, GCSDistributedWriter
+from voxlane.compat.dataflux.lightning.strategies import DatafluxFSDPStrategy
+
+__all__ = [
+    "DatafluxFSDPStrategy",
+    "DatafluxLightningAsyncCheckpoint",
+    "DatafluxLightningCheckpoint",
+    "GCSDistributedReader",
+    "GCSDistributedWriter",
+]

@@ -1,8 +1,8 @@
 """The demo: a bucket of 3D scans becomes a PyTorch dataset, on this machine, without a cloud account.
 
 Starts the local GCS emulator with 20 ms added to each request, uploads small scans with labels, lists them, streams
-them through a DataLoader with and without voxlane, stops in mid-epoch, resumes with another number of workers, and
-draws what came out.
+them through a DataLoader with and without voxlane, stops in mid-epoch, resumes from a checkpoint in the bucket with
+another number of workers, and draws what came out.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ import torch
 import torch.utils.data
 from tqdm import tqdm
 
-from voxlane import DataLoader, IterableDataset, Manifest, MapDataset, Store, StoreConfig, list_objects
+from voxlane import Checkpoint, DataLoader, IterableDataset, Manifest, MapDataset, Store, StoreConfig, list_objects
+from voxlane.checkpoint import latest
 from voxlane.testing import Emulator, Faults
 
 matplotlib.use("Agg")
@@ -149,14 +150,26 @@ def run(server: Emulator, config: StoreConfig, cases: int, out: Path) -> None:
     print(f"iterable-style {stream_s:.2f} s ({slow_s / stream_s:.1f}x)")
     print(f"   traffic: {dataset.traffic()}")
 
-    print("\n3. resume: stop after 7 batches with 2 workers, go on with 1 worker and another batch size")
+    print("\n3. resume: stop after 7 batches with 2 workers, go on from a checkpoint in the bucket with 1 worker")
     first = DataLoader(pairs(MapDataset, config, manifests, shuffle=True, seed=2), 8, num_workers=2)
     taken = sum(len(batch["image"]) for batch in itertools.islice(first, 7))
-    state = first.state_dict()
+    model = torch.nn.Conv3d(1, 3, 3)
+    checkpoints = Checkpoint("gs://demo/runs/first", config)
+    checkpoints.save({"model": model.state_dict(), "loader": first.state_dict()}, "step-7.ckpt")
+    try:
+        with checkpoints.writer("step-8.ckpt") as file:
+            torch.save(model.state_dict(), file)
+            raise InterruptedError("the job is stopped while it saves")
+    except InterruptedError as error:
+        print(f"   {error}: step-8.ckpt is not published")
+    newest = latest("gs://demo/runs/first", config)
+    print(f"   resuming from {newest.uri}")
+    saved = checkpoints.load(newest.name)
+    model.load_state_dict(saved["model"])
     second = DataLoader(pairs(MapDataset, config, manifests, shuffle=True, seed=2), 5, num_workers=1)
-    second.load_state_dict(state)
+    second.load_state_dict(saved["loader"])
     rest = sum(len(batch["image"]) for batch in second)
-    print(f"   {taken} samples before, {rest} after, {cases} in all; state: {state}")
+    print(f"   {taken} samples before, {rest} after, {cases} in all")
     assert taken + rest == cases
 
     print("\n4. look")

@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from tests.conftest import Bucket
 from tests.ranks import Ranks
@@ -120,6 +120,33 @@ def _load_replicated(rank: int, uri: str, config: Any, read_once: bool) -> int:
     dcp.load(state, storage_reader=reader)
     assert all(torch.equal(state["model"][name], wanted[name]) for name in wanted)
     assert state["epoch"] == 3
+    return reader._store.counters.read().bytes_read
+
+
+def test_shards_of_replicas_are_read_once(gcs: Bucket, ranks: Ranks) -> None:
+    """Hybrid sharding: two replicas of two shards each."""
+    uri = f"{gcs.uri}/run/hybrid"
+    ranks.run(_save_hybrid, 4, uri, gcs.config)
+    stored = sum(len(gcs.store.get(k)) for k in _keys(gcs, "run/hybrid/"))
+    assert sum(ranks.run(_load_hybrid, 4, uri, gcs.config)) <= 1.3 * stored
+
+
+def _hybrid() -> DTensor:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replica", "shard"))
+    whole = torch.randn(4000, 1000, generator=torch.Generator().manual_seed(9))
+    return distribute_tensor(whole, mesh, [Replicate(), Shard(0)])
+
+
+def _save_hybrid(rank: int, uri: str, config: Any) -> None:
+    save_sharded({"w": _hybrid()}, uri, config)
+
+
+def _load_hybrid(rank: int, uri: str, config: Any) -> int:
+    wanted = _hybrid()
+    state = _blank({"w": wanted})
+    reader = DistributedReader(uri, config)
+    dcp.load(state, storage_reader=reader)
+    assert torch.equal(state["w"].to_local(), wanted.to_local())
     return reader._store.counters.read().bytes_read
 
 

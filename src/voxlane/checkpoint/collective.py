@@ -77,23 +77,24 @@ class Ranks:
 
 
 def sub_group(ranks: Ranks, members: Sequence[int]) -> Any:
-    """A group of some of the ranks (their places in `ranks`); every rank calls this, in the same order."""
+    """A group of some of the ranks (their places in `ranks`), this one among them; its members call this together."""
     if len(members) == ranks.size:
         return ranks.group
     world = [dist.get_global_rank(ranks.group, member) for member in members]
-    key = (id(ranks.group), tuple(world))
+    key = (ranks.group, tuple(world))
     if key not in _gloo_groups:
-        _gloo_groups[key] = dist.new_group(world, backend="gloo")
+        _gloo_groups[key] = dist.new_group(world, backend="gloo", use_local_synchronization=True)
     return _gloo_groups[key]
 
 
 def _with_cpu(group: Any) -> Any:
-    """The group itself if it can carry CPU tensors, else a gloo group of the same ranks, made once."""
+    """The group itself if it is a gloo group, else one of the same ranks, made once."""
     given: Any = group if group is not None else dist.group.WORLD
-    if torch.device("cpu") in given._device_types:
+    if dist.get_backend(given) == "gloo":
         return given
     if given not in _gloo_groups:
-        _gloo_groups[given] = dist.new_group(dist.get_process_group_ranks(given), backend="gloo")
+        members = dist.get_process_group_ranks(given)
+        _gloo_groups[given] = dist.new_group(members, backend="gloo", use_local_synchronization=True)
     return _gloo_groups[given]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import io
 import os
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future as ThreadFuture
 from dataclasses import dataclass
@@ -32,6 +32,8 @@ from voxlane.checkpoint.wanted import Wanted, read_wanted, submit_wanted
 from voxlane.errors import CheckpointError, ConfigError, IncompleteError, NotFoundError
 from voxlane.store import ObjectInfo, Store, StoreConfig
 
+_HELD_BYTES = 128 << 20
+"""Read before it can be put into place; two such batches at most."""
 _BUCKET_BYTES = 16 << 20
 """Small tensors are sent to the other ranks together, about this much at a time."""
 _Bytes = npt.NDArray[np.uint8]
@@ -214,31 +216,59 @@ class _Loading:
         self._planner = planner
         self._metadata = reader._metadata
         self._after: list[Callable[[], None]] = []
+        """What to do at the end, when all ranks have what they need."""
         self._raw: dict[Any, bytes] = {}
         """Stored bytes of items that are not tensors, by key."""
 
     def read(self, items: Sequence[ReadItem]) -> None:
-        """Fetch `items` from the bucket into their places."""
-        by_file: dict[str, list[Wanted]] = defaultdict(list)
-        for item in items:
-            info: _StorageInfo = self._metadata.storage_data[item.storage_index]
-            by_file[info.relative_path].append(self._wanted(item, info))
-        futures: list[ThreadFuture[None]] = []
+        """Fetch `items` from the bucket into their places.
+
+        Bytes that cannot go straight there (of tensors on a device, or not contiguous) are held in between. So items
+        are taken in batches, of which the next is on its way while one is put into place.
+        """
+        batches: deque[tuple[list[ThreadFuture[None]], list[Callable[[], None]]]] = deque()
+        rest = deque(sorted(items, key=self._place))
         try:
-            for path, wanted in by_file.items():
-                futures += submit_wanted(self._reader.source(path), wanted)
-            for future in futures:
-                future.result()
+            while rest or batches:
+                if rest and len(batches) < 2:
+                    batches.append(self._begin(rest))
+                    continue
+                futures, steps = batches[0]
+                for future in futures:
+                    future.result()
+                batches.popleft()
+                for step in steps:
+                    step()
         except NotFoundError as error:
             if type(error) is not NotFoundError:
                 raise
             raise self._reader._gone(error.uri.removeprefix(self._reader._store.uri(self._reader._folder))) from None
         finally:
-            for future in futures:
-                future.cancel()
-        after, self._after = self._after, []
-        for step in after:
-            step()
+            for futures, _ in batches:
+                for future in futures:
+                    future.cancel()
+
+    def _place(self, item: ReadItem) -> tuple[str, int]:
+        info: _StorageInfo = self._metadata.storage_data[item.storage_index]
+        return info.relative_path, info.offset
+
+    def _begin(self, rest: deque[ReadItem]) -> tuple[list[ThreadFuture[None]], list[Callable[[], None]]]:
+        """Start reading the next batch; returns its reads, and what to do once they are done."""
+        self._steps: list[Callable[[], None]] = []
+        by_file: dict[str, list[Wanted]] = defaultdict(list)
+        self._held_bytes = 0
+        while rest and self._held_bytes < _HELD_BYTES:
+            item = rest.popleft()
+            info: _StorageInfo = self._metadata.storage_data[item.storage_index]
+            by_file[info.relative_path].append(self._wanted(item, info))
+        futures = [
+            future for path, wanted in by_file.items() for future in submit_wanted(self._reader.source(path), wanted)
+        ]
+        return futures, self._steps
+
+    def _hold(self, nbytes: int) -> _Bytes:
+        self._held_bytes += nbytes
+        return np.empty(nbytes, np.uint8)
 
     def exchange(self, ranks: Ranks, shared: Sequence[_Shared], items: dict[Any, ReadItem]) -> None:
         """Send what this rank read for others, and receive what others read for it. Collective."""
@@ -246,9 +276,9 @@ class _Loading:
         for entry in shared:
             groups[entry.ranks].append(entry)
         for members, entries in groups.items():
-            group = sub_group(ranks, members)  # made by all ranks, also those that are not in it
             if ranks.rank not in members:
                 continue
+            group = sub_group(ranks, members)
             for owner in dict.fromkeys(entry.owner for entry in entries):
                 owned = [entry for entry in entries if entry.owner == owner]
                 for bucket in _buckets(owned):
@@ -314,14 +344,14 @@ class _Loading:
         target = self._planner.resolve_tensor(item).detach()
         view = _plain_view(target)
         if view is not None and target.dtype == dtype and high - low == item.lengths.numel():
-            self._after.append(lambda: self._planner.commit_tensor(item, target))
+            self._steps.append(lambda: self._planner.commit_tensor(item, target))
             return Wanted(start, view)
-        held = np.empty(nbytes, np.uint8)
-        self._after.append(lambda: self._put_rows(item, held, low, sizes, dtype))
+        held = self._hold(nbytes)
+        self._steps.append(lambda: self._put_rows(item, held, low, sizes, dtype))
         return Wanted(start, held)
 
     def _whole_item(self, item: ReadItem, info: _StorageInfo) -> Wanted:
-        held = np.empty(info.length, np.uint8)
+        held = self._hold(info.length)
 
         def use() -> None:
             if item.type == LoadItemType.BYTE_IO:
@@ -333,7 +363,7 @@ class _Loading:
             tensor = load_file(io.BytesIO(held.data), uri, "cpu", weights_only=True)
             self._put(item, narrow_tensor_by_index(tensor, item.storage_offsets, item.lengths))
 
-        self._after.append(use)
+        self._steps.append(use)
         return Wanted(info.offset, held)
 
     def _put_rows(self, item: ReadItem, held: _Bytes, low: int, sizes: torch.Size, dtype: torch.dtype) -> None:

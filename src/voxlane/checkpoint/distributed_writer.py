@@ -258,9 +258,7 @@ class DistributedWriter(StorageWriter):
                 raise self._lost_race() from None
             self._store.put(key, data)
         except (AlreadyExistsError, ChangedError):
-            # The answer to a first try may have been lost on the way: then the object that is in the way is ours.
-            if bytes(self._store.get(key)) != data:
-                raise self._lost_race() from None
+            raise self._lost_race() from None
 
     def _lost_race(self) -> CheckpointError:
         return _LostRace(

@@ -17,6 +17,7 @@ import numpy.typing as npt
 
 from voxlane import uri as uris
 from voxlane.errors import (
+    AlreadyExistsError,
     ChangedError,
     ConfigError,
     NotFoundError,
@@ -235,7 +236,20 @@ class Store:
             if self.scheme == "gs":
                 mode["version"] = self._generation(key, if_etag)
         view = memoryview(data).cast("B")
-        result = self.call("put", self.uri(key), lambda: self.native.put(key, view, mode=mode, use_multipart=False))
+        attempts = 0
+
+        def attempt() -> Any:
+            nonlocal attempts
+            attempts += 1
+            return self.native.put(key, view, mode=mode, use_multipart=False)
+
+        try:
+            result = self.call("put", self.uri(key), attempt)
+        except (AlreadyExistsError, ChangedError):
+            # The answer to an earlier attempt may have been lost on its way: then the object in the way is ours.
+            if attempts == 1 or memoryview(self.get(key)) != view:
+                raise
+            return self.head(key)
         self.counters.add("put", requests=0, bytes_written=view.nbytes)
         return ObjectInfo(key, view.nbytes, result["e_tag"], result["version"])
 

@@ -136,5 +136,6 @@ def _drop_azure(store: Store, upload: OpenUpload) -> None:
     """Azure has no order to drop blocks; writing an empty blob in their place does it, and that can be deleted."""
     with azure_container(uris.parse(store.root).bucket, store.config) as container:
         blob = container.get_blob_client(upload.key)
-        blob.upload_blob(b"", overwrite=False)  # fails if the upload was finished after all
-        blob.delete_blob()
+        if not blob.exists():  # else it was finished after all
+            blob.upload_blob(b"", overwrite=True)
+            blob.delete_blob()

@@ -7,7 +7,7 @@ CONSTRAINTS := requirements/constraints.txt
 AZURITE := $(VENV)/azurite/node_modules/.bin/azurite-blob
 AZURITE_VERSION := 3.37.0
 
-.PHONY: help install demo test check bench bench-quick clean
+.PHONY: help install demo test check bench bench-quick kill-test clean
 
 help:  ## this text
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
@@ -52,6 +52,9 @@ bench: $(VENV)/.bench  ## all benchmarks against their peers (about 25 minutes);
 
 bench-quick: $(VENV)/.bench  ## the same with small numbers, to see that it runs (about 3 minutes)
 	$(BIN)/python benchmarks/run.py --quick
+
+kill-test: $(VENV)/.bench  ## kill -9 saving processes 100 times and judge what they leave (about 6 minutes)
+	$(BIN)/python benchmarks/kill.py $(KILL_ARGS)
 
 clean:  ## remove the environment and what the demo wrote
 	rm -rf $(VENV) demo-out

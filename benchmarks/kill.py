@@ -66,7 +66,7 @@ def summary(verdicts: Sequence[Verdict]) -> str:
     by_phase = ", ".join(f"{phase} {phases[phase]}" for phase in PHASES)
     return (
         f"kills: {len(verdicts)}, survived: {survived.total()} ({by_mode}); died during: {by_phase}; "
-        f"orphans found by gc: {sum(v.orphans - v.left for v in verdicts)}, "
+        f"orphans found by gc: {sum(v.orphans for v in verdicts)}, "
         f"left after gc: {sum(v.left for v in verdicts)}"
     )
 

@@ -31,23 +31,22 @@ from voxlane.uri import parse
 NUM_RANKS = 4
 _KEPT = 2
 """Checkpoints left in place after each kill, the newest; the rest is pruned to save space."""
+_QUIET_S = 0.3
 _READY_S = 60.0
 _ROUND_S = 60.0
 _STAGED = re.compile(r"#\d+$")
 """How the engine names files in a folder that are not whole yet."""
 _CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(
-    [
-        "__main__",
-        "torch._dynamo",  # DTensor imports it at its first use
-        "torch.distributed.checkpoint",
-        "torch.distributed.device_mesh",
-        "torch.distributed.tensor",
-        "voxlane.checkpoint.distributed_reader",
-        "voxlane.checkpoint.distributed_writer",
-        "tests.savers",
-    ]
-)
+_PRELOADED = [
+    "__main__",
+    "torch._dynamo",  # DTensor imports it at its first use
+    "torch.distributed.checkpoint",
+    "torch.distributed.device_mesh",
+    "torch.distributed.tensor",
+    "voxlane.checkpoint.distributed_reader",
+    "voxlane.checkpoint.distributed_writer",
+    "tests.savers",
+]
 
 
 # -- where checkpoints go --------------------------------------------------------------------------------------------
@@ -220,12 +219,13 @@ class Contents:
     """Objects that belong to no whole checkpoint, and open uploads."""
 
 
-def look(target: Target, folder: str) -> Contents:
-    """What is there, once requests that were under way at the kill have come to an end."""
+def look(target: Target, folder: str, *, quiet_s: float = 0.0) -> Contents:
+    """What is there, once nothing has changed for `quiet_s` seconds: requests that were under way at a kill still take
+    effect."""
     before: Any = None
     while (now := (sorted(target.keys()), sorted(target.uploads()))) != before:
         before = now
-        time.sleep(0.05)
+        time.sleep(quiet_s)
     keys = {key.removeprefix(f"{folder}/") for key in now[0] if key.startswith(f"{folder}/")}
     uploads = {f"upload of {key.removeprefix(f'{folder}/')}" for key in now[1] if key.startswith(f"{folder}/")}
     files = {key for key in keys if key.endswith(".ckpt")}
@@ -253,7 +253,7 @@ class Judge:
     def judge(self, saved: dict[str, int], newest_step: int) -> None:
         """`saved`: the saves that came to their end, by name; `newest_step`: of the save under way at the kill."""
         self.problems = []
-        there = look(self._target, self._folder)
+        there = look(self._target, self._folder, quiet_s=_QUIET_S)
         listed = self._listed()
         if listed != there.complete:
             self.problems.append(f"listed as complete: {sorted(listed)}; complete are: {sorted(there.complete)}")
@@ -286,7 +286,7 @@ class Judge:
         """Let gc remove what is left over; see that it removed that and nothing else, and that latest then loads."""
         latest = self._latest()
         orphans = lifecycle.find_orphans(self._uri, self._target.config, older_than_s=0)
-        self.num_orphans = len(there.orphans)
+        self.num_orphans = len(orphans)
         if len(orphans) != len(there.orphans):
             self.problems.append(f"gc found {len(orphans)} orphans, there are {sorted(there.orphans)}")
         orphans.remove()
@@ -324,6 +324,7 @@ class Verdict:
     name: str
     """The checkpoint it was at."""
     orphans: int
+    """Found by gc."""
     left: int
     """Orphans after gc."""
     problems: list[str]
@@ -333,6 +334,7 @@ class Verdict:
 
 def run_kills(target: Target, mode: str, num_kills: int, seed: int) -> Iterator[Verdict]:
     """Kill `num_kills` savers, `single` processes or one rank of a `distributed` group, and judge after each."""
+    _CONTEXT.set_forkserver_preload(_PRELOADED)
     rng = random.Random(f"{seed} {mode}")
     num_ranks = 1 if mode == "single" else NUM_RANKS
     judge = Judge(target, mode, "last.ckpt" if mode == "single" else "last")

@@ -285,12 +285,13 @@ class Judge:
     def _collect(self, there: Contents, saved_step: int) -> None:
         """Let gc remove what is left over; see that it removed that and nothing else, and that latest then loads."""
         latest = self._latest()
-        orphans = lifecycle.find_orphans(self._uri, self._target.config, older_than_s=0)
-        self.num_orphans = len(orphans)
-        if len(orphans) != len(there.orphans):
-            self.problems.append(f"gc found {len(orphans)} orphans, there are {sorted(there.orphans)}")
-        orphans.remove()
+        self.num_orphans = self._remove_orphans()
+        if self.num_orphans < len(there.orphans):
+            self.problems.append(f"gc found {self.num_orphans} orphans, there are {sorted(there.orphans)}")
         after = look(self._target, self._folder)
+        if after.orphans - there.orphans:  # a request of the killed process took effect only now
+            self.num_orphans += self._remove_orphans()
+            after = look(self._target, self._folder, quiet_s=_QUIET_S)
         self.num_left = len(after.orphans)
         if after.orphans:
             self.problems.append(f"left after gc: {sorted(after.orphans)}")
@@ -300,6 +301,11 @@ class Judge:
             self.problems.append(f"latest named {latest}, after gc {self._latest()}")
         elif (step := self._load(latest)) is not None and step < saved_step:
             self.problems.append(f"latest is step {step}, but step {saved_step} was saved")
+
+    def _remove_orphans(self) -> int:
+        orphans = lifecycle.find_orphans(self._uri, self._target.config, older_than_s=0)
+        orphans.remove()
+        return len(orphans)
 
     def _latest(self) -> str:
         try:

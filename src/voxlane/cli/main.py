@@ -7,6 +7,7 @@ import os
 import sys
 from collections.abc import Sequence
 
+from voxlane.bench import command as bench
 from voxlane.cli import checkpoint
 from voxlane.cli.store_options import add_store_options, human, store_config
 from voxlane.errors import VoxlaneError
@@ -60,6 +61,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_clean(commands)
     checkpoint.add_parser(commands)
     _add_emulator(commands)
+    bench.add_parser(commands, add_store_options, store_config)
     return parser
 
 

@@ -80,8 +80,11 @@ class _Bench:
     def run(self) -> Outcome:
         setting = self._setting
         self._say(f"building a model of {setting.num_layers} layers on {dist.get_world_size()} ranks")
-        model = demo_model.build(setting.num_layers, self._device, sharded=setting.format == "distributed")
-        state: State = model.state_dict()
+        state: State
+        if setting.format == "distributed":
+            state = demo_model.sharded_model(setting.num_layers, self._device).state_dict()
+        else:
+            state = demo_model.full_state(setting.num_layers, self._device)
         size = sum(tensor.numel() * tensor.element_size() for tensor in state.values())
         self._say(f"checkpoints of {size / 1e6:.1f} MB")
         saved: dict[str, list[str]] = {strategy.name: [] for strategy in self._strategies}

@@ -25,7 +25,7 @@ What was loaded is compared with what was saved, outside the measured time; a di
 """
 
 _EPILOG = """\
-model size: 10 layers 78 MB, 100 layers 296 MB, 1000 layers 2.5 GB, 10000 layers 24 GB.
+model size: 10 layers 79 MB, 100 layers 311 MB, 1000 layers 2.6 GB, 10000 layers 26 GB.
 
 environment: CKPT_DIR_PATH, CKPT_RESTORE_PATH, NUM_LAYERS, NUM_SAVE_CALLS, NUM_LOAD_CALLS, NUM_NODES and NUM_DEVICES
 (ranks are their product) and ACCELERATOR count where the flag is not given. Under torchrun, and wherever RANK,

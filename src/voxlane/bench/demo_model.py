@@ -6,6 +6,8 @@ ranks that saved.
 
 from __future__ import annotations
 
+import functools
+import itertools
 import warnings
 from collections.abc import Iterator
 
@@ -13,13 +15,16 @@ import torch
 from torch import nn
 
 _VOCABULARY, _WIDTH, _HEADS = 33278, 200, 2
-_FACTOR, _MODULUS = 2654435761, 1 << 24
+_FACTOR, _PERIOD = 2654435761, 1 << 24
 """Multiplying by a large odd number scatters neighbours; 24 bits are what a float32 holds exactly."""
+_FIRST_LAYER = ".layers.0."
+_SHIFT = 40503
+"""How far apart two parameters begin in the pool of values."""
 
 
 class DemoTransformer(nn.Module):
-    """Parameters of the same names and shapes as `lightning.pytorch.demos.Transformer(nlayers=...)`: 53 MB and 2.4 MB
-    a layer (10: 78 MB, 100: 296 MB, 1000: 2.5 GB). It is only saved and loaded, so it has no `forward`."""
+    """Parameters of the same names and shapes as `lightning.pytorch.demos.Transformer(nlayers=...)`: 53 MB and 2.6 MB
+    a layer (10: 79 MB, 100: 311 MB, 1000: 2.6 GB). It is only saved and loaded, so it has no `forward`."""
 
     def __init__(self, num_layers: int) -> None:
         super().__init__()
@@ -37,24 +42,50 @@ class DemoTransformer(nn.Module):
         self.decoder = nn.Linear(_WIDTH, _VOCABULARY)
 
 
-def build(num_layers: int, device: torch.device, *, sharded: bool) -> nn.Module:
-    """The model with its values; `sharded` over all ranks of the default process group (FSDP2)."""
+def sharded_model(num_layers: int, device: torch.device) -> nn.Module:
+    """The model with its values, sharded over all ranks of the default process group (FSDP2)."""
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
     with torch.device("meta"):  # no rank ever holds more than its share
         model = DemoTransformer(num_layers)
-    if sharded:
-        import torch.distributed as dist
-        from torch.distributed.device_mesh import init_device_mesh
-        from torch.distributed.fsdp import fully_shard
-
-        mesh = init_device_mesh(device.type, (dist.get_world_size(),))
-        for layer in [*model.transformer.encoder.layers, *model.transformer.decoder.layers]:
-            fully_shard(layer, mesh=mesh)
-        fully_shard(model, mesh=mesh)
+    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+    for layer in [*model.transformer.encoder.layers, *model.transformer.decoder.layers]:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
     model.to_empty(device=device)
-    with torch.no_grad():
-        for local, values in _expected(dict(model.named_parameters())):
-            local.copy_(values)
+    restore(dict(model.named_parameters()))
     return model
+
+
+def full_state(num_layers: int, device: torch.device) -> dict[str, torch.Tensor]:
+    """The whole model's state dict. It is made from one layer's: building thousands of modules takes
+    minutes. On the meta device it has shapes and no values."""
+    with torch.device("meta"):
+        of_one = DemoTransformer(1).state_dict()
+    state: dict[str, torch.Tensor] = {}
+    for stack, group in itertools.groupby(of_one, key=_stack):
+        names = list(group)
+        for index in range(num_layers if stack else 1):
+            for name in names:
+                state[name.replace(_FIRST_LAYER, f".layers.{index}.")] = torch.empty_like(of_one[name], device=device)
+    if device.type != "meta":
+        restore(state)
+    return state
+
+
+def _stack(name: str) -> str:
+    """Of which stack of layers the parameter is, encoder's or decoder's; empty for those outside."""
+    before, found, _ = name.partition(_FIRST_LAYER)
+    return before if found else ""
+
+
+def restore(state: dict[str, torch.Tensor]) -> None:
+    """Give all values (of this rank) what they should be."""
+    with torch.no_grad():
+        for local, values in _expected(state):
+            local.copy_(values)
 
 
 def first_difference(state: dict[str, torch.Tensor]) -> str | None:
@@ -77,9 +108,23 @@ def _expected(state: dict[str, torch.Tensor]) -> Iterator[tuple[torch.Tensor, to
     """Each tensor's part on this rank, with the values it should have."""
     for index, tensor in enumerate(state.values()):
         local, start = _local(tensor)
-        places = torch.arange(start, start + local.numel(), dtype=torch.int64)
-        values = (places * _FACTOR + index * 40503).remainder_(_MODULUS).float().div_(_MODULUS)
-        yield local, values.reshape(local.shape).to(local.device)
+        yield local, _values(start + index * _SHIFT, local.numel()).reshape(local.shape).to(local.device)
+
+
+@functools.cache
+def _pool() -> torch.Tensor:
+    return (torch.arange(_PERIOD) * _FACTOR).remainder_(_PERIOD).float().div_(_PERIOD)
+
+
+def _values(start: int, count: int) -> torch.Tensor:
+    """`count` values of the pool, which repeats for ever, from place `start` on."""
+    start %= _PERIOD
+    pieces = []
+    while count:
+        pieces.append(_pool()[start : start + count])
+        count -= len(pieces[-1])
+        start = 0
+    return pieces[0] if len(pieces) == 1 else torch.cat([*pieces, torch.empty(0)])
 
 
 def _local(tensor: torch.Tensor) -> tuple[torch.Tensor, int]:

@@ -92,7 +92,7 @@ def _group(accelerator: str, rendezvous: str, local_rank: int, rank: int, num_ra
         torch.cuda.set_device(device)
     # torch writes warnings, with tracebacks, straight to the root logger for what it then raises anyway.
     logging.getLogger().addFilter(lambda record: record.levelno >= logging.ERROR)
-    torch.set_num_threads(max(1, (os.cpu_count() or 1) // num_ranks))
+    torch.set_num_threads(1)  # nothing is computed, and threads that wait for one another slow small copies down
     backend = "cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo"
     dist.init_process_group(backend, init_method=rendezvous, rank=rank, world_size=num_ranks)
     try:

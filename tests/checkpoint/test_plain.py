@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 
 from tests.conftest import Bucket
 from voxlane import Checkpoint, errors
+from voxlane.checkpoint import save_sharded
 from voxlane.checkpoint.source import read_contents, write_contents
 from voxlane.checkpoint.sums import BLOCK_BYTES, Sums, SumsBuilder
 from voxlane.testing import Emulator
@@ -170,6 +171,26 @@ def test_an_exception_keeps_the_file_that_was_there(bucket: Bucket) -> None:
         file.write(bytes(20 << 20))
         raise ZeroDivisionError
     assert ckpt.load("a.ckpt") == {"n": 1}
+
+
+def test_an_upload_that_fails_inside_torch_save_is_told_as_it_is(gcs: Bucket) -> None:
+    big = {f"w{i}": torch.zeros(8 << 20) for i in range(4)}
+    with pytest.raises(errors.BucketNotFoundError, match="gs://no-such-bucket"):
+        Checkpoint("gs://no-such-bucket", gcs.config).save(big, "a.ckpt")
+    with pytest.raises(errors.BucketNotFoundError), Checkpoint("gs://no-such-bucket", gcs.config).writer("a") as file:
+        torch.save(big, file)
+    with pytest.raises(errors.BucketNotFoundError, match="gs://no-such-bucket"):
+        save_sharded(big, "gs://no-such-bucket/x", gcs.config)
+
+
+def test_nothing_is_fetched_twice(gcs: Bucket) -> None:
+    ckpt = Checkpoint(gcs.uri, gcs.config)
+    for name, sizes in {"large": [5_000_000] * 6, "small": [20_000] * 2000}.items():
+        ckpt.save({str(i): torch.zeros(size) for i, size in enumerate(sizes)}, name)
+        before = ckpt.store.counters.read().bytes_read
+        ckpt.load(name)
+        read = ckpt.store.counters.read().bytes_read - before
+        assert read < 1.02 * ckpt.store.head(name).size + 64_000  # and the checksums
 
 
 def test_a_writer_that_is_dropped_publishes_nothing(gcs: Bucket, emulator: Emulator) -> None:

@@ -103,7 +103,8 @@ class RangedReader(ObjectFile):
             low, high = self._span(index)
             a, b = max(low, start), min(high, stop)
             target[a - start : b - start] = self._blocks[index].result()[a - low : b - low]
-            self._blocks.move_to_end(index)
+            if b == high:  # read to its end: the first to be dropped, before those that were fetched ahead
+                self._blocks.move_to_end(index, last=False)
         for future in direct:
             future.result()
         while len(self._blocks) > _READ_AHEAD_BLOCKS + _KEPT_BLOCKS:

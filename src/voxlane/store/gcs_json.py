@@ -12,8 +12,6 @@ import urllib.parse
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-import pyarrow as pa
-
 from voxlane import uri as uris
 from voxlane.errors import (
     BucketNotFoundError,
@@ -88,6 +86,8 @@ class GcsJson:
         """Arrow batches (key, size, etag, version) of the keys that start with `prefix`, in order, with the
         generation as version. The etag is the one the engine's reads report; joined objects have none that is known.
         """
+        import pyarrow as pa  # slow to import, and only listing with generations needs it
+
         query = {
             "prefix": prefix,
             "maxResults": str(LIST_PAGE_KEYS),

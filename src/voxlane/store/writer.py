@@ -124,6 +124,7 @@ class Writer:
         self._upload: _Upload | None = None
         self._size = 0
         self._done = False
+        self._failure: Exception | None = None
 
     @property
     def closed(self) -> bool:
@@ -156,7 +157,11 @@ class Writer:
             self._filled += taken
             position += taken
             if self._filled == self._part_bytes:
-                self._send_part()
+                try:
+                    self._send_part()
+                except StoreError as error:
+                    self._failure = error
+                    raise
         return len(view)
 
     def commit(self) -> ObjectInfo:
@@ -198,6 +203,9 @@ class Writer:
     ) -> None:
         if kind is not None:
             self.abort()
+            if self._failure is not None and error is not self._failure:
+                # torch.save turns an error of its file into one of its own, which says nothing.
+                raise self._failure from None
         elif not self._done:
             self.commit()
 

@@ -132,6 +132,12 @@ def unwrapped(uri: str) -> Iterator[None]:
                 fix="Load it into the model it was saved from, or leave those names out of the state dict",
             ) from None
         raise
+    except RuntimeError as error:
+        if "Connection closed by peer" in str(error) or "Connection reset by peer" in str(error):
+            raise CheckpointError(
+                "another rank is gone", uri=uri, fix="Nothing was published; see its log, then start the job again"
+            ) from None
+        raise
 
 
 def _is_mismatch(text: str) -> bool:

@@ -98,7 +98,8 @@ def encode(metadata: Metadata, files: Files) -> bytes:
 
 def decode(data: bytes, uri: str) -> tuple[Metadata, Files | None]:
     """Read `.metadata`; the files are None when it was written by another tool than voxlane."""
-    if data[-16:-8] == _MAGIC and digest(memoryview(data)[:-16]) != data[-8:]:
+    is_signed = data[-16:-8] == _MAGIC
+    if is_signed and digest(memoryview(data)[:-16]) != data[-8:]:
         raise corrupt(uri, "the bytes are not those that were written")
     try:
         metadata = _Unpickler(io.BytesIO(data), uri).load()
@@ -111,6 +112,8 @@ def decode(data: bytes, uri: str) -> tuple[Metadata, Files | None]:
     plain = getattr(metadata.storage_meta, _ADDITION, None)
     if plain is None:
         return metadata, None
+    if not is_signed:
+        raise corrupt(uri, "the checksum at its end is damaged")
     files = {path: Sums.from_json(sums, uri) for path, sums in plain["files"].items()}
     return metadata, Files(files, plain["attachments"], plain["world_size"])
 

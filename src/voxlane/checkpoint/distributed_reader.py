@@ -36,6 +36,8 @@ _HELD_BYTES = 128 << 20
 """Read before it can be put into place; two such batches at most."""
 _BUCKET_BYTES = 16 << 20
 """Small tensors are sent to the other ranks together, about this much at a time."""
+_ATTEMPTS = 3
+"""Of a load that finds files gone."""
 _Bytes = npt.NDArray[np.uint8]
 
 
@@ -491,6 +493,13 @@ def load_sharded(
     from voxlane.checkpoint.collective import quiet, unwrapped
 
     reader = DistributedReader(uri, config, process_group=process_group, **options)
-    reader.open()
-    with quiet(), unwrapped(reader.checkpoint_id):
-        load(state, storage_reader=reader, process_group=process_group)
+    for attempt in range(_ATTEMPTS):
+        reader.open()
+        try:
+            with quiet(), unwrapped(reader.checkpoint_id):
+                load(state, storage_reader=reader, process_group=process_group)
+            return
+        except IncompleteError:
+            # Replaced while it was read: the new one is there, and all ranks come here. Else files are really gone.
+            if attempt == _ATTEMPTS - 1:
+                raise

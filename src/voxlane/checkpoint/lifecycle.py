@@ -350,7 +350,8 @@ def find_orphans(uri: str, config: StoreConfig | None = None, *, older_than_s: f
     parsed = uris.parse(uri)
     store = Store(str(parsed), config)
     # Uploads before objects: one that is finished in between then counts as an object of its checkpoint.
-    uploads = open_uploads(store, parsed.key)
+    below = parsed.key if not parsed.key or parsed.key.endswith("/") else parsed.key + "/"
+    uploads = [u for u in open_uploads(store, parsed.key) if u.key == parsed.key or u.key.startswith(below)]
     objects = _objects(store, parsed.key)
     by_key = {o.key: o for o in objects}
     owned = {key for found in _group(store, objects) if found.published for key in found.files}

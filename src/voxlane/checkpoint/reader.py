@@ -52,6 +52,12 @@ class ObjectFile(io.RawIOBase):
         self._position = base + offset
         return self._position
 
+    def read(self, size: int = -1) -> bytes | None:
+        """Up to `size` bytes; all that are left when it is negative."""
+        # Also a name of each subclass: after a failed `readinto` torch.load looks for it in the class itself only, and
+        # would hide the failure behind "has no attribute 'read'".
+        return super().read(size)
+
     def _span(self, index: int) -> tuple[int, int]:
         return index * self._block_bytes, min((index + 1) * self._block_bytes, self.size)
 
@@ -75,6 +81,8 @@ class RangedReader(ObjectFile):
         super().__init__(source)
         self._blocks: OrderedDict[int, Future[Any]] = OrderedDict()
         self._next_block = 0
+
+    read = ObjectFile.read
 
     def readinto(self, buffer: Any) -> int:
         """Fill `buffer` from the current position; returns how many bytes there were."""

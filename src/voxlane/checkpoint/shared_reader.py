@@ -36,6 +36,8 @@ class SharedReader(ObjectFile):
         self._blocks: OrderedDict[int, _Block] = OrderedDict()
         self._mine: dict[int, Future[_Block]] = {}
 
+    read = ObjectFile.read
+
     def readinto(self, buffer: Any) -> int:
         """Fill `buffer` from the current position; returns how many bytes there were. Collective."""
         target = np.frombuffer(memoryview(buffer).cast("B"), np.uint8)

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from voxlane.checkpoint.sums import Sums, corrupt
+from voxlane.checkpoint.sums import Sums, corrupt, digest
 from voxlane.errors import NotFoundError
 from voxlane.store import ObjectInfo, Store
 
@@ -82,7 +82,7 @@ def read_contents(store: Store, key: str) -> list[Sums]:
         raise
     try:
         document: Any = json.loads(text)
-        if document["format"] != _FORMAT or not isinstance(document["contents"], list):
+        if document["format"] != _FORMAT or document["digest"] != _digest(document["contents"]):
             raise ValueError(document["format"])
     except (ValueError, KeyError, TypeError):
         raise corrupt(store.uri(sums_key), "not a list of checksums") from None
@@ -91,12 +91,22 @@ def read_contents(store: Store, key: str) -> list[Sums]:
 
 def write_contents(store: Store, key: str, contents: Sequence[Sums]) -> None:
     """Keep `contents` as those the file at `key` may hold."""
-    document = {"format": _FORMAT, "contents": [sums.to_json() for sums in contents]}
+    plain = [sums.to_json() for sums in contents]
+    document = {"format": _FORMAT, "contents": plain, "digest": _digest(plain)}
     store.put(key + SUMS_SUFFIX, json.dumps(document).encode())
+
+
+def _digest(contents: Any) -> str:
+    """The checksum of the checksums, so that damage to them is not taken for damage to the file."""
+    return digest(json.dumps(contents).encode()).hex()
 
 
 def open_source(store: Store, key: str) -> Source:
     """The file at `key` as it is now, with its checksums where it has any."""
     contents = store.submit(read_contents, store, key)
-    info = store.head(key)
+    try:
+        info = store.head(key)
+    except NotFoundError:
+        contents.result()  # raises if the bucket itself is gone, which a HEAD cannot tell
+        raise
     return Source(store, info, contents.result())

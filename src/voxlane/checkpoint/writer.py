@@ -4,8 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
+
 from voxlane.checkpoint.sums import BLOCK_BYTES, Sums, SumsBuilder
-from voxlane.store import Store, Writer
+from voxlane.errors import NotFoundError
+from voxlane.store import ObjectInfo, Store, Writer
+
+_READ_BYTES = 8 * BLOCK_BYTES
 
 
 class SummedWriter(Writer):
@@ -23,6 +28,21 @@ class SummedWriter(Writer):
             self._builder.update(piece)
             super().write(piece)
         return view.nbytes
+
+    def _find_stored(self) -> ObjectInfo | None:
+        sums = self.sums()
+        try:
+            info = self._store.head(self._key)
+        except NotFoundError:
+            return None
+        if info.size != sums.size:
+            return None
+        for start in range(0, info.size, _READ_BYTES):
+            data = np.empty(min(_READ_BYTES, info.size - start), np.uint8)
+            self._store.get_into(self._key, start, data, etag=info.etag)
+            if sums.first_bad(start, data) is not None:
+                return None
+        return info
 
     def sums(self) -> Sums:
         """The checksums of all that was written; nothing can be written after."""

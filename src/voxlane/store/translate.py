@@ -78,6 +78,14 @@ def is_foreign(error: BaseException) -> bool:
     return type(error).__name__ in ENGINE_ERRORS or isinstance(error, OSError | ValueError | NotImplementedError)
 
 
+def is_lost_completion(error: BaseException) -> bool:
+    """Whether the answer to the request that completes an upload may have been lost. The engine then asks again, and
+    the upload is no longer there; or it drops the upload, and what we hear of is how that failed."""
+    text = str(error)
+    about_whole_upload = "complete multipart" in text or ("uploadId=" in text and "partNumber=" not in text)
+    return about_whole_upload and ("NoSuchUpload" in text or _is_connection(text))
+
+
 def translate(error: BaseException, uri: str) -> StoreError | Transient:
     """Our error for the engine's `error` met on `uri` (an object's URI, or a prefix's for listings)."""
     text = str(error)
@@ -92,7 +100,8 @@ def translate(error: BaseException, uri: str) -> StoreError | Transient:
         return errors.BucketNotFoundError("no such bucket", uri=bucket, fix="Check its spelling, project and region")
     if any(mark in text for mark in _NO_CREDENTIALS):
         return errors.CredentialsError("no credentials were found", uri=uri, fix=LOGIN.get(scheme, ""))
-    if isinstance(error, FileNotFoundError) or name == "NotFoundError" or status == 404:
+    # os error 20: a file on the path is taken for a folder.
+    if isinstance(error, FileNotFoundError) or name == "NotFoundError" or status == 404 or "os error 20" in text:
         return errors.NotFoundError(
             "no such object", uri=uri, fix="It may be misspelt, or was deleted after it was listed"
         )

@@ -15,7 +15,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from voxlane import uri as uris
-from voxlane.errors import BucketNotFoundError, StoreError
+from voxlane.errors import BucketNotFoundError, NotFoundError, StoreError
 from voxlane.store.bucket import Store
 from voxlane.store.credentials import azure_container, s3_client
 from voxlane.store.gcs_json import GcsJson
@@ -50,7 +50,11 @@ def drop_upload(store: Store, upload: OpenUpload) -> None:
     elif store.scheme == "gs":
         bucket, key = uris.quote(uris.parse(store.root).bucket), urllib.parse.quote(upload.key)
         query = urllib.parse.urlencode({"uploadId": upload.upload_id})
-        GcsJson(store).send("delete", "DELETE", f"/{bucket}/{key}?{query}", upload.key)
+        try:
+            GcsJson(store).send("delete", "DELETE", f"/{bucket}/{key}?{query}", upload.key)
+        except NotFoundError as error:
+            if type(error) is not NotFoundError:
+                raise
     elif store.scheme == "s3":
         with _said_by_boto3(store):
             s3_client(store.config).abort_multipart_upload(
@@ -81,13 +85,13 @@ class _said_by_boto3:  # noqa: N801 - reads as a word in a with statement
     def __enter__(self) -> None:
         pass
 
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
         if error is None or not type(error).__module__.startswith(("botocore", "boto3")):
-            return
+            return False
         answer: Any = getattr(error, "response", {})
         code = answer.get("Error", {}).get("Code", "")
         if code == "NoSuchUpload":
-            return
+            return True  # it is gone already
         if code == "NoSuchBucket":
             raise BucketNotFoundError("no such bucket", uri=self._store.root, fix="Check its spelling") from None
         raise StoreError(

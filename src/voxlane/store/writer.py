@@ -14,7 +14,7 @@ import numpy.typing as npt
 from voxlane import uri as uris
 from voxlane.errors import StoreError
 from voxlane.store.credentials import open_native
-from voxlane.store.translate import Transient, is_foreign, translate
+from voxlane.store.translate import Transient, is_foreign, is_lost_completion, translate
 
 if TYPE_CHECKING:
     from voxlane.store.bucket import ObjectInfo, Store
@@ -37,6 +37,14 @@ class _Aborted(Exception):
     """Raised inside the engine's upload to make it give up."""
 
 
+class _Failed(Exception):
+    """Parts are gone that cannot be sent twice: no other attempt."""
+
+    def __init__(self, cause: Exception) -> None:
+        super().__init__(str(cause))
+        self.cause = cause
+
+
 class _Upload:
     """One multipart upload on a thread of its own. It knows nothing of its Writer, so that a Writer which is dropped
     without a word is collected, and aborts."""
@@ -49,6 +57,7 @@ class _Upload:
         self.in_flight = max(2, min(_PARTS_IN_FLIGHT, _PARTS_IN_FLIGHT * (8 << 20) // part_bytes))
         self.outcome: Any = None
         self.failure: Exception | None = None
+        self._begun = False
         self._parts: queue.Queue[_Part | _Aborted | None] = queue.Queue(maxsize=2)
         self._thread = threading.Thread(target=self._run, name="voxlane-upload", daemon=True)
         self._thread.start()
@@ -75,6 +84,11 @@ class _Upload:
         translated = translate(error, self.store.uri(self.key))
         raise (translated.final(1) if isinstance(translated, Transient) else translated) from None
 
+    @property
+    def may_be_complete(self) -> bool:
+        """Whether it failed in a way that leaves open if the object is there."""
+        return self.failure is not None and is_lost_completion(self.failure)
+
     def give_up(self) -> None:
         """Tell the service to drop the parts."""
         self.send(_Aborted())
@@ -82,20 +96,31 @@ class _Upload:
 
     def _run(self) -> None:
         try:
-            native = open_native(uris.parse(self.store.root), self.store.config, engine_retries=True)
-            self.outcome = native.put(
+            self.outcome = self.store.call("part", self.store.uri(self.key), self._put)
+        except _Failed as failed:
+            self.failure = failed.cause
+        except Exception as error:  # noqa: BLE001 - a thread's boundary: kept, and raised by the next write or commit
+            self.failure = error
+
+    def _put(self) -> Any:
+        native = open_native(uris.parse(self.store.root), self.store.config, engine_retries=True)
+        try:
+            return native.put(
                 self.key,
                 self._chunks(),
                 use_multipart=True,
                 chunk_size=self.part_bytes,
                 max_concurrency=self.in_flight,
             )
-        except Exception as error:  # noqa: BLE001 - a thread's boundary: kept, and raised by the next write or commit
-            self.failure = error
+        except Exception as error:
+            if self._begun:
+                raise _Failed(error) from error
+            raise  # the upload was not even begun: all parts are still here, and it can be tried again
 
     def _chunks(self) -> Iterator[_Part]:
         while True:
             part = self._parts.get()
+            self._begun = True
             if part is None:
                 return
             if isinstance(part, _Aborted):
@@ -174,10 +199,19 @@ class Writer:
         if self._upload is None:  # all of it fits one request
             return self._store.put(self._key, b"" if self._part is None else self._part[: self._filled])
         self._upload.send(None)
-        self._upload.join()
-        self._store.counters.add("part", requests=2)  # initiate and complete
+        try:
+            self._upload.join()
+        except StoreError:
+            if not self._upload.may_be_complete or (info := self._find_stored()) is None:
+                raise
+            return info
+        self._store.counters.add("part")  # to complete it
         outcome = self._upload.outcome
         return ObjectInfo(self._key, self._size, outcome["e_tag"], outcome["version"])
+
+    def _find_stored(self) -> ObjectInfo | None:
+        """The object, if it is certain that it holds what was written; a plain writer cannot tell."""
+        return None
 
     def finish_parts(self) -> None:
         """Send the last part of a large object now; what the caller does between this and `commit()` costs no time."""

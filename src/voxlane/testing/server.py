@@ -266,7 +266,10 @@ async def _body(request: web.BaseRequest) -> bytes:
     if "Expect" in headers and request.transport is not None:
         # boto3 waits a second for this before it sends a body.
         request.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
-    body = await request.content.read()
+    try:
+        body = await request.content.read()
+    except ConnectionResetError:
+        raise refusals.invalid("The connection was lost before the whole body came", "IncompleteBody") from None
     framed = headers.get("x-amz-content-sha256", "").startswith("STREAMING-")
     if framed or "aws-chunked" in headers.get("Content-Encoding", ""):
         return unchunked(body)

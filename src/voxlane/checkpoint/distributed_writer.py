@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _StorageInfo
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
@@ -154,6 +154,10 @@ class DistributedWriter(StorageWriter):
             attached = {name: self._attach(name, data) for name, data in self._attachments.items()}
             stored |= {file.path: file for file in attached.values()}
             self._check_stored(list(stored.values()))
+            for entry in metadata.state_dict_metadata.values():
+                if isinstance(entry, TensorStorageMetadata):
+                    # A copy for an async save is pinned; who loads it, on a device perhaps, must not be asked for that.
+                    entry.properties.pin_memory = False
             metadata.version = CURRENT_DCP_VERSION
             metadata.storage_data = places
             metadata.storage_meta = self.storage_meta()

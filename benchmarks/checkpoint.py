@@ -5,8 +5,8 @@ latency, envoy in front of the one and the other itself hold every request back 
 machine's cores: what a client burns, the server lacks, and the ceiling is that of both together.
 
 States are of large tensors (16 MiB each), and once of the small ones of Lightning's demo transformer, where torch's own
-work for each tensor counts. The ceiling is the engine moving as many bytes between the server and memory that is there
-already, with the part size and concurrency that were best in a trial.
+work for each tensor counts. The ceiling is the engine moving as many bytes from memory to the server, or into new
+memory, with the part size and concurrency that were best in a trial.
 """
 
 from __future__ import annotations

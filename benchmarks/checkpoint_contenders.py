@@ -148,16 +148,17 @@ def _ceiling(work: Work, size: int) -> Callable[[], None]:
     def put() -> None:
         native.put(work.key, data, use_multipart=True, chunk_size=part_bytes, max_concurrency=concurrency)
 
-    def get_part(start: int) -> None:
+    def get_part(target: np.ndarray[Any, Any], start: int) -> None:
         stop = min(size, start + part_bytes)
         for chunk in native.get(work.key, options={"range": (start, stop)}).stream(min_chunk_size=1 << 18):
-            data[start : start + len(chunk)] = np.frombuffer(chunk, np.uint8)
+            target[start : start + len(chunk)] = np.frombuffer(chunk, np.uint8)
             start += len(chunk)
         assert start == stop
 
     def get() -> None:
+        target = np.empty(size, np.uint8)  # new memory, as every load of a file needs
         with ThreadPoolExecutor(concurrency) as pool:
-            list(pool.map(get_part, range(0, size, part_bytes)))
+            list(pool.map(lambda start: get_part(target, start), range(0, size, part_bytes)))
 
     return put if work.operation == "save" else get
 

@@ -147,7 +147,7 @@ def _checkpoint(document: dict[str, Any]) -> str:
         "\nOne file, one process; tensors of 16 MiB, and small ones (some hundred KB) where it says so; median (least "
         "to most), interleaved, each call in a fresh process; what was loaded was compared with what was saved. Client "
         "and server share the cores, so the server's processor time is part of every figure. The ceiling is the "
-        "engine moving as many bytes to or from memory that is there already, at the best of five settings. Extra "
+        "engine moving as many bytes from memory, or into new memory, at the best of five settings. Extra "
         "memory is what the process needed at its highest beyond the state itself.\n"
     )
     rows = document["summary"]

@@ -81,13 +81,21 @@ class RangedReader(ObjectFile):
         super().__init__(source)
         self._blocks: OrderedDict[int, Future[Any]] = OrderedDict()
         self._next_block = 0
+        self._current = 0, memoryview(b"")
+        """The block that was read from last, and where it starts: most reads of torch.load are a few bytes on."""
 
     read = ObjectFile.read
 
     def readinto(self, buffer: Any) -> int:
         """Fill `buffer` from the current position; returns how many bytes there were."""
-        target = np.frombuffer(memoryview(buffer).cast("B"), np.uint8)
+        view = memoryview(buffer).cast("B")
         start = self._position
+        block_start, block = self._current
+        if block_start <= start and start + len(view) <= block_start + len(block):
+            view[:] = block[start - block_start : start - block_start + len(view)]
+            self._position += len(view)
+            return len(view)
+        target = np.frombuffer(view, np.uint8)
         stop = min(start + len(target), self.size)
         if stop <= start:
             return 0
@@ -110,7 +118,9 @@ class RangedReader(ObjectFile):
         for index in through:
             low, high = self._span(index)
             a, b = max(low, start), min(high, stop)
-            target[a - start : b - start] = self._blocks[index].result()[a - low : b - low]
+            data = self._blocks[index].result()
+            target[a - start : b - start] = data[a - low : b - low]
+            self._current = low, memoryview(data)
             if b == high:  # read to its end: the first to be dropped, before those that were fetched ahead
                 self._blocks.move_to_end(index, last=False)
         for future in direct:
@@ -144,6 +154,7 @@ class RangedReader(ObjectFile):
         for future in self._blocks.values():
             future.cancel()
         self._blocks.clear()
+        self._current = 0, memoryview(b"")
         super().close()
 
     def _fetch(self, index: int) -> None:

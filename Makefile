@@ -53,7 +53,7 @@ bench: $(VENV)/.bench  ## all benchmarks against their peers (about 25 minutes);
 bench-quick: $(VENV)/.bench  ## the same with small numbers, to see that it runs (about 3 minutes)
 	$(BIN)/python benchmarks/run.py --quick
 
-kill-test: $(VENV)/.bench  ## kill -9 saving processes 100 times and judge what they leave (about 6 minutes)
+kill-test: $(VENV)/.bench  ## kill -9 saving processes 100 times and judge what they leave (about 7 minutes)
 	$(BIN)/python benchmarks/kill.py $(KILL_ARGS)
 
 clean:  ## remove the environment and what the demo wrote

@@ -15,6 +15,7 @@ import numpy.typing as npt
 from voxlane.checkpoint.source import Source
 
 _READ_AHEAD_BLOCKS = 8
+_LEAST_AHEAD_BLOCKS = 2
 _KEPT_BLOCKS = 4
 
 
@@ -63,9 +64,12 @@ class ObjectFile(io.RawIOBase):
 
     def _read_block(self, index: int) -> npt.NDArray[np.uint8]:
         start, stop = self._span(index)
-        block = np.empty(stop - start, np.uint8)
+        block = self._new_block(stop - start)
         self._source.read_into(start, block)
         return block
+
+    def _new_block(self, size: int) -> npt.NDArray[np.uint8]:
+        return np.empty(size, np.uint8)
 
 
 class RangedReader(ObjectFile):
@@ -79,9 +83,10 @@ class RangedReader(ObjectFile):
 
     def __init__(self, source: Source) -> None:
         super().__init__(source)
-        self._blocks: OrderedDict[int, Future[Any]] = OrderedDict()
+        self._blocks: OrderedDict[int, Future[npt.NDArray[np.uint8]]] = OrderedDict()
+        self._spare: list[npt.NDArray[np.uint8]] = []
         self._next_block = 0
-        self._current = 0, memoryview(b"")
+        self._current: tuple[int, npt.NDArray[np.uint8]] = 0, np.empty(0, np.uint8)
         """The block that was read from last, and where it starts: most reads of torch.load are a few bytes on."""
 
     read = ObjectFile.read
@@ -92,7 +97,7 @@ class RangedReader(ObjectFile):
         start = self._position
         block_start, block = self._current
         if block_start <= start and start + len(view) <= block_start + len(block):
-            view[:] = block[start - block_start : start - block_start + len(view)]
+            view[:] = block.data[start - block_start : start - block_start + len(view)]
             self._position += len(view)
             return len(view)
         target = np.frombuffer(view, np.uint8)
@@ -112,7 +117,9 @@ class RangedReader(ObjectFile):
                 through.append(index)
         if first in (self._next_block, self._next_block - 1):
             # Ahead only when reading goes forward: torch.load first looks at the end of the file.
-            for index in range(last + 1, min(last + 1 + _READ_AHEAD_BLOCKS, -(-self.size // self._block_bytes))):
+            # Large reads keep the connections busy by themselves, and what they want need not be copied from a block.
+            ahead = max(_LEAST_AHEAD_BLOCKS, _READ_AHEAD_BLOCKS - (last + 1 - first))
+            for index in range(last + 1, min(last + 1 + ahead, -(-self.size // self._block_bytes))):
                 self._fetch(index)
         self._next_block = last + 1
         for index in through:
@@ -120,13 +127,13 @@ class RangedReader(ObjectFile):
             a, b = max(low, start), min(high, stop)
             data = self._blocks[index].result()
             target[a - start : b - start] = data[a - low : b - low]
-            self._current = low, memoryview(data)
+            self._current = low, data
             if b == high:  # read to its end: the first to be dropped, before those that were fetched ahead
                 self._blocks.move_to_end(index, last=False)
         for future in direct:
             future.result()
         while len(self._blocks) > _READ_AHEAD_BLOCKS + _KEPT_BLOCKS:
-            self._blocks.popitem(last=False)[1].cancel()
+            self._drop(self._blocks.popitem(last=False)[1])
         self._position = stop
         return stop - start
 
@@ -154,9 +161,23 @@ class RangedReader(ObjectFile):
         for future in self._blocks.values():
             future.cancel()
         self._blocks.clear()
-        self._current = 0, memoryview(b"")
+        self._spare.clear()
+        self._current = 0, np.empty(0, np.uint8)
         super().close()
 
     def _fetch(self, index: int) -> None:
         if index not in self._blocks:
             self._blocks[index] = self._source.store.submit_part(self._read_block, index)
+
+    def _drop(self, future: Future[npt.NDArray[np.uint8]]) -> None:
+        """Keep a block's memory for the next one: new memory takes longer to come by than to fill."""
+        if future.cancel() or not future.done() or future.exception() is not None:
+            return
+        block = future.result()
+        if len(block) == self._block_bytes and block is not self._current[1]:
+            self._spare.append(block)
+
+    def _new_block(self, size: int) -> npt.NDArray[np.uint8]:
+        if size == self._block_bytes and self._spare:
+            return self._spare.pop()
+        return super()._new_block(size)

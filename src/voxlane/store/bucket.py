@@ -6,6 +6,7 @@ import logging
 import os
 import random
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -81,7 +82,8 @@ class Store:
     def _reset(self) -> None:
         self._pid = -1
         self._last_word = -_WORD_EVERY_S
-        self._native: Any = None
+        self._native: dict[bool, Any] = {}
+        self._opening = threading.Lock()
         self._pool: ThreadPoolExecutor | None = None
         self._part_pool: ThreadPoolExecutor | None = None
 
@@ -321,15 +323,24 @@ class Store:
     @property
     def native(self) -> Any:
         """The engine's store of this process."""
+        return self.open_native()
+
+    def open_native(self, *, engine_retries: bool = False) -> Any:
+        """The engine's store of this process, made once; with `engine_retries` the one that retries by itself, for
+        uploads in parts."""
         self._enter_process()
-        if self._native is None:
-            try:
-                self._native = open_native(self._bucket, self.config)
-            except Exception as error:
-                if isinstance(error, VoxlaneError) or not is_foreign(error):
-                    raise
-                raise ConfigError(f"cannot open the bucket: {str(error).splitlines()[0]}", uri=self.root) from None
-        return self._native
+        if engine_retries in self._native:
+            return self._native[engine_retries]
+        with self._opening:  # it takes 20 ms, and many threads may ask at once
+            if engine_retries not in self._native:
+                try:
+                    self._native[engine_retries] = open_native(self._bucket, self.config, engine_retries=engine_retries)
+                except Exception as error:
+                    if isinstance(error, VoxlaneError) or not is_foreign(error):
+                        raise
+                    said = str(error).splitlines()[0]
+                    raise ConfigError(f"cannot open the bucket: {said}", uri=self.root) from None
+            return self._native[engine_retries]
 
     def submit(self, call: Callable[..., _T], *args: Any, **kwargs: Any) -> Future[_T]:
         """Run `call` on the store's own threads, of which there are `config.max_concurrency`. What runs there must

@@ -11,9 +11,7 @@ from typing import TYPE_CHECKING, Any, Self
 import numpy as np
 import numpy.typing as npt
 
-from voxlane import uri as uris
 from voxlane.errors import StoreError
-from voxlane.store.credentials import open_native
 from voxlane.store.translate import Transient, is_foreign, is_lost_completion, translate
 
 if TYPE_CHECKING:
@@ -103,7 +101,7 @@ class _Upload:
             self.failure = error
 
     def _put(self) -> Any:
-        native = open_native(uris.parse(self.store.root), self.store.config, engine_retries=True)
+        native = self.store.open_native(engine_retries=True)
         try:
             return native.put(
                 self.key,

@@ -144,7 +144,7 @@ def save_alone(pipe: Connection, uri: str, config: StoreConfig) -> None:
     torch.set_num_threads(1)
     report = Reporter(pipe)
     report.announce(writer._Upload, "__init__", "uploading")
-    report.announce(plain, "write_contents", "publishing")
+    report.announce(plain, "add_contents", "publishing")
     checkpoint = Checkpoint(uri, config)
     report.say("ready")
     try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import pickle
+import threading
 import warnings
 from typing import Any
 
@@ -367,6 +368,23 @@ class _Code:
 
 def _run() -> None:
     _ran.append("ran")
+
+
+def test_views_that_change_what_is_seen_are_saved_as_they_are_seen(memory: Bucket) -> None:
+    wanted = {
+        "conj": torch.randn(2000, dtype=torch.complex64).conj(),
+        "neg": torch.randn(2000, dtype=torch.cfloat).imag,
+    }
+    save_sharded(wanted, f"{memory.uri}/x", memory.config)
+    loaded = {"conj": torch.zeros(2000, dtype=torch.complex64), "neg": torch.zeros(2000)}
+    load_sharded(loaded, f"{memory.uri}/x", memory.config)
+    assert all(torch.equal(loaded[name], wanted[name].resolve_conj()) for name in wanted)
+
+
+def test_what_cannot_be_saved_is_named(gcs: Bucket) -> None:
+    with pytest.raises(errors.CheckpointError, match=r"gs://bkt/x: 'lock' cannot be saved \(TypeError"):
+        save_sharded({"w": torch.zeros(3), "lock": threading.Lock()}, f"{gcs.uri}/x", gcs.config)
+    assert _keys(gcs, "x/") == []
 
 
 def test_attachments_are_published_with_the_checkpoint(bucket: Bucket) -> None:

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 
 from tests.conftest import Bucket
 from voxlane import errors
@@ -113,17 +114,39 @@ def test_retention_keeps_the_last_and_every_nth(bucket: Bucket) -> None:
 def test_gc_takes_what_belongs_to_no_checkpoint_and_nothing_else(shared_bucket: Bucket) -> None:
     bucket = shared_bucket
     _fill(bucket)
+    bucket.store.put(bucket.key("run/release.sums"), b"somebody else's")
+    bucket.store.put(bucket.key("run/tokens.pt"), b"somebody else's")
     sound = _keys(bucket)
     save_sharded({"w": torch.ones(5)}, f"{bucket.uri}/run/step-12", bucket.config, attachments={"meta.pt": b"x"})
     bucket.store.delete_one(bucket.key("run/step-12/.metadata"))  # as if it had been killed before
     bucket.store.put(bucket.key("run/step-11/__3_0.0123456789ab.distcp"), b"of a save that failed")
-    bucket.store.put(bucket.key("run/step-13.ckpt.sums"), b"of a file that never came")
+    Checkpoint(f"{bucket.uri}/run", bucket.config).save({}, "step-13.ckpt")
+    bucket.store.delete_one(bucket.key("run/step-13.ckpt"))  # as if it had never come
     orphans = find_orphans(f"{bucket.uri}/run", bucket.config, older_than_s=3600)
     assert (len(orphans), orphans.younger) == (0, 4)
     orphans = find_orphans(f"{bucket.uri}/run", bucket.config, older_than_s=0)
     assert len(orphans.objects) == 4
     orphans.remove()
     assert _keys(bucket) == sound
+
+
+def test_files_of_others_are_neither_latest_nor_pruned(bucket: Bucket) -> None:
+    _fill(bucket)
+    bucket.store.put(bucket.key("run/tokenizer.pt"), b"somebody else's, the newest")
+    assert latest(f"{bucket.uri}/run", bucket.config).name == "step-11"
+    prune(f"{bucket.uri}/run", Retention(keep_last=1), bucket.config)
+    assert sorted(_names(bucket)) == ["step-11", "tokenizer.pt"]
+
+
+def test_what_lightning_put_beside_goes_with_the_folder(folder: Bucket) -> None:
+    path = folder.uri.removeprefix("file://")
+    with pytest.warns(UserWarning, match="torch.distributed"):
+        dcp.save({"w": torch.ones(3)}, storage_writer=dcp.FileSystemWriter(f"{path}/a"))
+    torch.save({"epoch": 1}, f"{path}/a/meta.pt")
+    copied = copy(find(f"{path}/a"), f"{path}/b")
+    assert torch.load(f"{path}/b/meta.pt") == {"epoch": 1}
+    remove(copied)
+    assert [c.name for c in list_checkpoints(path)] == ["a"]
 
 
 def test_a_copy_in_another_bucket_is_the_same(gcs: Bucket, folder: Bucket) -> None:

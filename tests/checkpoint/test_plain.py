@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from tests.conftest import Bucket
 from voxlane import Checkpoint, errors
 from voxlane.checkpoint import save_sharded
-from voxlane.checkpoint.source import read_contents, write_contents
+from voxlane.checkpoint.source import add_contents, read_contents
 from voxlane.checkpoint.sums import BLOCK_BYTES, Sums, SumsBuilder
 from voxlane.testing import Emulator
 
@@ -126,16 +126,53 @@ def test_a_truncated_file_is_named(gcs: Bucket) -> None:
 def test_a_save_that_ends_between_checksums_and_file_leaves_the_old_file_sound(bucket: Bucket) -> None:
     """A kill at the worst moment: the new checksums are stored, the new file is not."""
     ckpt = Checkpoint(bucket.uri, bucket.config)
+    store, key = bucket.store, bucket.key("last.ckpt")
     ckpt.save({"n": 1}, "last.ckpt")
     writer = ckpt.writer("last.ckpt")
     writer.write(b"something else")
-    store, key = bucket.store, bucket.key("last.ckpt")
-    write_contents(store, key, [*read_contents(store, key), writer.sums()])
+    add_contents(store, key, read_contents(store, key), writer.sums())
     assert ckpt.load("last.ckpt") == {"n": 1}
     writer.abort()
-    ckpt.save({"n": 2}, "last.ckpt")
-    assert ckpt.load("last.ckpt") == {"n": 2}
-    assert len(read_contents(store, key)) == 1
+    for n in range(2, 8):
+        ckpt.save({"n": n}, "last.ckpt")
+        assert ckpt.load("last.ckpt") == {"n": n}
+    assert len(read_contents(store, key).sums) == 4
+
+
+def test_two_that_save_one_name_leave_one_of_both_whole(bucket: Bucket) -> None:
+    ckpt = Checkpoint(bucket.uri, bucket.config)
+    for turn in range(6):
+        states = [{"n": turn, "w": torch.zeros(10 + 500 * i)} for i in range(3)]
+        threads = [threading.Thread(target=ckpt.save, args=(state, "last.ckpt")) for state in states]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert ckpt.load("last.ckpt")["n"] == turn
+
+
+def test_a_file_of_another_tool_survives_a_save_that_fails(bucket: Bucket) -> None:
+    buffer = io.BytesIO()
+    torch.save({"old": 1}, buffer)
+    bucket.store.put(bucket.key("a.ckpt"), buffer.getvalue())
+    ckpt = Checkpoint(bucket.uri, bucket.config)
+    writer = ckpt.writer("a.ckpt")
+    writer.write(b"new")
+    add_contents(bucket.store, bucket.key("a.ckpt"), writer._before.result(), writer.sums())
+    writer.abort()
+    assert ckpt.load("a.ckpt") == {"old": 1}
+    ckpt.save({"new": 2}, "a.ckpt")
+    assert ckpt.load("a.ckpt") == {"new": 2}
+
+
+def test_damaged_checksums_do_not_stop_the_next_save(gcs: Bucket) -> None:
+    ckpt = Checkpoint(gcs.uri, gcs.config)
+    ckpt.save({"n": 1}, "a.ckpt")
+    _flip(gcs, "a.ckpt.sums", 60)
+    with pytest.raises(errors.CorruptError, match=r"a\.ckpt\.sums"):
+        ckpt.load("a.ckpt")
+    ckpt.save({"n": 2}, "a.ckpt")
+    assert ckpt.load("a.ckpt") == {"n": 2}
 
 
 @given(st.lists(st.integers(0, 3 * BLOCK_BYTES), max_size=6))
@@ -226,7 +263,7 @@ def test_load_takes_only_weights_unless_asked(gcs: Bucket, mmap: bool) -> None:
     assert ckpt.load("odd.ckpt", mmap=mmap, weights_only=False)["odd"].x == 1
 
 
-@pytest.mark.parametrize("body", [b"", b"not a checkpoint", bytes(3_000_000)])
+@pytest.mark.parametrize("body", [b"", b"not a checkpoint", b"hello world, no checkpoint" * 100, bytes(3_000_000)])
 def test_what_is_no_checkpoint_is_one_clear_error(gcs: Bucket, body: bytes) -> None:
     gcs.store.put("a.ckpt", body)
     with pytest.raises(errors.CheckpointError, match=r"gs://bkt/a\.ckpt"):

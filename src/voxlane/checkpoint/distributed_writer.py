@@ -32,6 +32,7 @@ from voxlane.errors import (
     NotFoundError,
     StoreError,
     UnsupportedError,
+    VoxlaneError,
 )
 from voxlane.store import ObjectInfo, Store, StoreConfig
 
@@ -315,9 +316,19 @@ class _Upload:
             for item in items:
                 if self._stopped:
                     raise _Stopped("another file of this rank failed")
-                with planning:
-                    data = planner.resolve_data(item)
-                results.append(self._write_item(file, item, data))
+                try:
+                    with planning:
+                        data = planner.resolve_data(item)
+                    results.append(self._write_item(file, item, data))
+                except VoxlaneError:
+                    raise
+                except Exception as error:
+                    if file.failed:
+                        raise  # torch.save says nothing of use; the file tells what was wrong
+                    raise CheckpointError(
+                        f"{item.index.fqn!r} cannot be saved ({type(error).__name__}: {error}); nothing was published",
+                        uri=self._store.uri(self._folder).rstrip("/"),
+                    ) from error
             info = file.commit()
             stored = StoredFile(self.path, info, file.sums())
         self.results = [*results, WriteResult(MetadataIndex(f"{_FILE_RESULT} {self.path}"), info.size, stored)]
@@ -338,7 +349,7 @@ class _Upload:
 
 def _write_tensor(file: SummedWriter, data: torch.Tensor) -> int | None:
     """Append the tensor as `torch.save` does; returns how far in its plain bytes begin."""
-    tensor = data.detach().cpu()
+    tensor = data.detach().resolve_conj().resolve_neg().cpu()  # what is seen, not what lies in memory
     if not tensor.is_contiguous() or tensor.untyped_storage().nbytes() != tensor.nbytes:
         tensor = tensor.clone(memory_format=torch.contiguous_format)  # only the projection, not what it is a view of
     spy = _PayloadSpy(file, tensor.nbytes)

@@ -113,12 +113,6 @@ class BucketFileSystem(AbstractFileSystem):  # type: ignore[misc]
 class _PublishedOnClose(CheckpointWriter):
     """As fsspec's users expect, `close()` publishes; an exception in the `with` block, or no close, does not."""
 
-    def readable(self) -> bool:
-        return False
-
-    def seekable(self) -> bool:
-        return False
-
     def close(self) -> None:
         if not self.closed:
             self.commit()

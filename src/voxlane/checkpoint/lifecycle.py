@@ -6,6 +6,7 @@ folder is complete when it has its `.metadata` and every file which that names. 
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
@@ -20,8 +21,7 @@ from voxlane.checkpoint import distributed_metadata as commits
 from voxlane.checkpoint.distributed_metadata import DATA_SUFFIX, METADATA, Files
 from voxlane.checkpoint.plain import CheckpointWriter
 from voxlane.checkpoint.reader import RangedReader
-from voxlane.checkpoint.source import SUMS_SUFFIX, Source, read_contents
-from voxlane.checkpoint.sums import Sums
+from voxlane.checkpoint.source import SUMS_SUFFIX, Contents, Source, open_source, read_contents
 from voxlane.checkpoint.writer import SummedWriter
 from voxlane.errors import (
     AlreadyExistsError,
@@ -34,8 +34,10 @@ from voxlane.errors import (
 from voxlane.store import ObjectInfo, Store, StoreConfig
 from voxlane.store.uploads import OpenUpload, drop_upload, open_uploads
 
-_FILE_SUFFIXES = (".ckpt", ".pt", ".pth", ".bin", ".safetensors")
-"""Files taken for checkpoints even without checksums beside them."""
+_FILE_SUFFIXES = (".ckpt", ".pt", ".pth", ".safetensors")
+"""Files that are listed even without checksums beside them."""
+LIGHTNING_META = "meta.pt"
+"""What Lightning's own strategies put beside a distributed checkpoint."""
 _Progress = Callable[[int], None]
 
 
@@ -63,6 +65,8 @@ class Found:
     """Why it is not complete; empty if it is."""
     files: tuple[str, ...]
     """The keys it is made of, the one that publishes it first."""
+    is_ours: bool = True
+    """Whether voxlane wrote it: of other files nobody knows if they are whole."""
 
     @property
     def uri(self) -> str:
@@ -81,8 +85,8 @@ class Found:
 
     @property
     def complete(self) -> bool:
-        """Whether it can be loaded."""
-        return not self.problem
+        """Whether it is known to be whole."""
+        return not self.problem and self.is_ours
 
     @property
     def published(self) -> bool:
@@ -124,20 +128,17 @@ def find(uri: str, config: StoreConfig | None = None) -> Found:
 
 
 def _objects(store: Store, key: str) -> list[StoredObject]:
-    """The object `key` itself, what lies beside it under a longer name, and what lies below it."""
-    folder = key if not key or key.endswith("/") else key.rpartition("/")[0] + "/"
-    if folder == "/":
-        folder = ""
-    below = key if not key or key.endswith("/") else key + "/"
-    mine = (key, key + SUMS_SUFFIX)
+    """The object `key` itself, its checksums, and what lies below it."""
     objects = []
-    for page in store.list_pages(folder):
-        names, sizes, times = (page.column(name).to_pylist() for name in ("path", "size", "last_modified"))
-        objects += [
-            StoredObject(name, size, modified)
-            for name, size, modified in zip(names, sizes, times, strict=True)
-            if name.startswith(below) or name in mine
-        ]
+    if key and not key.endswith("/"):
+        for name in (key, key + SUMS_SUFFIX):
+            with contextlib.suppress(NotFoundError):
+                info = store.head(name)
+                objects.append(StoredObject(name, info.size, info.modified or datetime.now(UTC)))
+        key += "/"
+    for page in store.list_pages(key):
+        columns = (page.column(name).to_pylist() for name in ("path", "size", "last_modified"))
+        objects += [StoredObject(*row) for row in zip(*columns, strict=True)]
     return objects
 
 
@@ -164,12 +165,12 @@ def _file_checkpoint(store: Store, o: StoredObject, has_sums: bool) -> Found:
     files = (o.key, o.key + SUMS_SUFFIX) if has_sums else (o.key,)
     problem = ""
     try:
-        contents = read_contents(store, o.key) if has_sums else []
-        if contents and o.size not in {sums.size for sums in contents}:
-            problem = f"has {o.size:,} bytes, {contents[-1].size:,} were written"
+        contents = read_contents(store, o.key) if has_sums else Contents()
+        if contents.sums and not contents.unknown_etags and o.size not in {sums.size for sums in contents.sums}:
+            problem = f"has {o.size:,} bytes, {contents.sums[-1].size:,} were written"
     except CheckpointError as error:
         problem = str(error)
-    return Found(store, o.key, o.modified, o.size, problem, files)
+    return Found(store, o.key, o.modified, o.size, problem, files, is_ours=has_sums)
 
 
 def _folder_checkpoint(
@@ -186,6 +187,8 @@ def _folder_checkpoint(
         return Found(store, folder, commit.modified, sum(o.size for o in stored), str(error), everything)
     sizes = {folder + path: size for path, size in commits.file_sizes(metadata, files).items()}
     keys = (folder + METADATA, *sizes)
+    if files is None and folder + LIGHTNING_META in by_key:
+        keys = (*keys, folder + LIGHTNING_META)
     problem = next((text for key, size in sizes.items() if (text := _missing(by_key, key, size, files))), "")
     return Found(store, folder, commit.modified, commit.size + sum(sizes.values()), problem, keys)
 
@@ -248,13 +251,13 @@ def _sources(checkpoint: Found, problems: list[str]) -> list[Source]:
     for key in checkpoint.files:
         if key.endswith(("/" + METADATA, SUMS_SUFFIX)) or key == METADATA:
             continue  # read, and checked, on the way here
-        contents: list[Sums] = []
-        if files is not None:
-            contents = [files.sums[key.removeprefix(checkpoint.key)]]
-        elif not checkpoint.is_folder:
-            contents = read_contents(store, key)
         try:
-            sources.append(Source(store, store.head(key), contents))
+            if files is not None:
+                sources.append(Source(store, store.head(key), [files.sums[key.removeprefix(checkpoint.key)]]))
+            elif checkpoint.is_folder:
+                sources.append(Source(store, store.head(key)))
+            else:
+                sources.append(open_source(store, key))
         except VoxlaneError as error:
             problems.append(str(error))
     return sources
@@ -352,14 +355,12 @@ def find_orphans(uri: str, config: StoreConfig | None = None, *, older_than_s: f
     # Uploads before objects: one that is finished in between then counts as an object of its checkpoint.
     below = parsed.key if not parsed.key or parsed.key.endswith("/") else parsed.key + "/"
     uploads = [u for u in open_uploads(store, parsed.key) if u.key == parsed.key or u.key.startswith(below)]
+    if store.scheme == "file":  # there only a name tells them
+        uploads = [u for u in uploads if _is_data(u.key) or u.key.endswith(_FILE_SUFFIXES)]
     objects = _objects(store, parsed.key)
     by_key = {o.key: o for o in objects}
     owned = {key for found in _group(store, objects) if found.published for key in found.files}
-    orphans = [
-        o
-        for o in objects
-        if o.key not in owned and (_is_data(o.key) or (o.key.endswith(SUMS_SUFFIX) and not _sums_owner(o.key, by_key)))
-    ]
+    orphans = [o for o in objects if o.key not in owned and (_is_data(o.key) or _is_stray_sums(store, o.key, by_key))]
     # A folder's files are one save's: while the newest is young, none of them is abandoned.
     last_touch: dict[str, datetime] = {}
     for o in orphans:
@@ -373,12 +374,18 @@ def find_orphans(uri: str, config: StoreConfig | None = None, *, older_than_s: f
 
 
 def _is_data(key: str) -> bool:
-    """Files that only a distributed save writes: `__3_0.5f0c.distcp` and attachments, `meta.pt.5f0c`."""
+    """Files that only a distributed save writes: `__3_0.5f0c.distcp` and attachments, `meta.pt.5f0c.attached`."""
     return key.endswith(DATA_SUFFIX) or commits.is_attachment(key)
 
 
-def _sums_owner(sums_key: str, by_key: dict[str, StoredObject]) -> bool:
-    return sums_key.removesuffix(SUMS_SUFFIX) in by_key
+def _is_stray_sums(store: Store, key: str, by_key: dict[str, StoredObject]) -> bool:
+    """Whether these are checksums that we wrote, of a file that is not there."""
+    if not key.endswith(SUMS_SUFFIX) or key.removesuffix(SUMS_SUFFIX) in by_key:
+        return False
+    try:
+        return bool(read_contents(store, key.removesuffix(SUMS_SUFFIX)).sums)
+    except CheckpointError:
+        return False  # somebody else's
 
 
 # -- copying -----------------------------------------------------------------------------------------------------------

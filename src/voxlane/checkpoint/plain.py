@@ -13,9 +13,17 @@ from voxlane import uri as uris
 from voxlane.checkpoint.collective import Ranks
 from voxlane.checkpoint.reader import RangedReader
 from voxlane.checkpoint.shared_reader import SharedReader
-from voxlane.checkpoint.source import SUMS_SUFFIX, open_source, read_contents, write_contents
+from voxlane.checkpoint.source import (
+    SUMS_SUFFIX,
+    Contents,
+    add_contents,
+    add_missing_contents,
+    open_source,
+    read_contents,
+    unchecked_before,
+)
 from voxlane.checkpoint.writer import SummedWriter
-from voxlane.errors import CheckpointError, UnsafeError
+from voxlane.errors import CheckpointError, CorruptError, UnsafeError, VoxlaneError
 from voxlane.store import ObjectInfo, Store, StoreConfig
 
 
@@ -23,13 +31,13 @@ class CheckpointWriter(SummedWriter):
     """A `Writer` that also keeps checksums, in a small object beside the file (its name and `.sums`), so that every
     later read can be checked.
 
-    The checksums are stored before the file is published, together with those of the file it replaces; so whenever the
-    process dies, what is there has its checksums.
+    The checksums are noted before the file is published, beside those of the file it replaces; so whenever the process
+    dies, what is there has its checksums.
     """
 
     def __init__(self, store: Store, key: str, size_hint: int = 0) -> None:
         super().__init__(store, key, size_hint)
-        self._before = store.submit(read_contents, store, key)
+        self._before = store.submit(_known_before, store, key)
 
     def commit(self) -> ObjectInfo:
         """Finish the upload; when this returns the file is there, whole, with its checksums."""
@@ -37,15 +45,23 @@ class CheckpointWriter(SummedWriter):
         try:
             self.finish_parts()
             sums = self.sums()
-            before = self._before.result()
-            write_contents(self._store, self._key, [*before, sums])
+            add_contents(self._store, self._key, self._before.result(), sums)
             info = super().commit()
+            if self._store.scheme in ("file", "memory"):
+                # No conditional writes there: another save of this name may have written over our note.
+                add_missing_contents(self._store, self._key, sums)
+            return info
         except BaseException:
             self.abort()
             raise
-        if before:
-            write_contents(self._store, self._key, [sums])
-        return info
+
+
+def _known_before(store: Store, key: str) -> Contents:
+    try:
+        contents = read_contents(store, key)
+    except CorruptError:
+        contents = Contents()
+    return contents if contents.sums else unchecked_before(store, key)
 
 
 class Checkpoint:
@@ -71,18 +87,18 @@ class Checkpoint:
         """The bucket, with its counters."""
         return self._store
 
-    def writer(self, path: str, *, size_hint: int = 0) -> CheckpointWriter:
+    def writer(self, path: str | os.PathLike[str], *, size_hint: int = 0) -> CheckpointWriter:
         """A file to write `path` (relative to the URI); see `Writer` for when it is published. `size_hint` is about how
         many bytes will come: needed above 80 GB, where parts must be larger."""
         key = self._key(path)
         self._store.check_writable(key)
         return CheckpointWriter(self._store, key, size_hint)
 
-    def reader(self, path: str) -> RangedReader:
+    def reader(self, path: str | os.PathLike[str]) -> RangedReader:
         """A seekable file over `path`, fetched in concurrent ranges and checked."""
         return RangedReader(open_source(self._store, self._key(path)))
 
-    def save(self, state: Any, path: str) -> ObjectInfo:
+    def save(self, state: Any, path: str | os.PathLike[str]) -> ObjectInfo:
         """`torch.save(state)` to `path`."""
         with self.writer(path, size_hint=tensor_bytes(state)) as file:
             torch.save(state, file)  # type: ignore[arg-type]
@@ -90,7 +106,7 @@ class Checkpoint:
 
     def load(
         self,
-        path: str,
+        path: str | os.PathLike[str],
         *,
         map_location: Any = None,
         mmap: bool = False,
@@ -118,19 +134,21 @@ class Checkpoint:
                 file.save_to(local)
                 return load_file(local, uri, map_location, weights_only, mmap=True)
 
-    def delete(self, path: str) -> None:
+    def delete(self, path: str | os.PathLike[str]) -> None:
         """Delete `path` and its checksums, in that order."""
         self._store.delete_one(self._key(path))
         self._store.delete_one(self._key(path) + SUMS_SUFFIX)
 
-    def _key(self, path: str) -> str:
-        return self._prefix + path.lstrip("/")
+    def _key(self, path: str | os.PathLike[str]) -> str:
+        return self._prefix + os.fspath(path).lstrip("/")
 
 
 def load_file(file: Any, uri: str, map_location: Any, weights_only: bool, *, mmap: bool = False) -> Any:
     """`torch.load`, with one clear error for what is no checkpoint and for what would run code."""
     try:
         return torch.load(file, map_location=map_location, weights_only=weights_only, mmap=mmap or None)
+    except VoxlaneError:
+        raise
     except pickle.UnpicklingError as error:
         if weights_only and "Weights only load failed" in str(error):
             raise UnsafeError(
@@ -146,6 +164,10 @@ def load_file(file: Any, uri: str, map_location: Any, weights_only: bool, *, mma
                 "not a torch checkpoint, or a truncated one", uri=uri, fix="Load an earlier one"
             ) from None
         raise
+    except Exception as error:
+        if not weights_only:
+            raise  # perhaps of the code that the file was allowed to run
+        raise CheckpointError(f"not a torch checkpoint ({type(error).__name__}: {error})", uri=uri) from None
 
 
 def _refused(text: str) -> str:

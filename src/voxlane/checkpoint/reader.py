@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from voxlane.checkpoint.source import Source
+from voxlane.errors import CheckpointError
 
 _READ_AHEAD_BLOCKS = 8
 _LEAST_AHEAD_BLOCKS = 2
@@ -47,6 +48,9 @@ class ObjectFile(io.RawIOBase):
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
         """Move; costs nothing by itself."""
+        self._check_open()
+        if whence not in (io.SEEK_SET, io.SEEK_CUR, io.SEEK_END):
+            raise ValueError(f"whence={whence}, not 0, 1 or 2")
         base = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self.size}[whence]
         if base + offset < 0:
             raise ValueError(f"seek to {base + offset}, before the start of the file")
@@ -58,6 +62,10 @@ class ObjectFile(io.RawIOBase):
         # Also a name of each subclass: after a failed `readinto` torch.load looks for it in the class itself only, and
         # would hide the failure behind "has no attribute 'read'".
         return super().read(size)
+
+    def _check_open(self) -> None:
+        if self.closed:
+            raise ValueError("I/O operation on closed file")
 
     def _span(self, index: int) -> tuple[int, int]:
         return index * self._block_bytes, min((index + 1) * self._block_bytes, self.size)
@@ -93,6 +101,7 @@ class RangedReader(ObjectFile):
 
     def readinto(self, buffer: Any) -> int:
         """Fill `buffer` from the current position; returns how many bytes there were."""
+        self._check_open()
         view = memoryview(buffer).cast("B")
         start = self._position
         block_start, block = self._current
@@ -140,7 +149,15 @@ class RangedReader(ObjectFile):
     def save_to(self, path: str | os.PathLike[str], progress: Callable[[int], None] | None = None) -> None:
         """Write the whole object to a local file, many blocks at a time; `progress` is called with bytes done."""
         with open(path, "wb") as file:
-            file.truncate(self.size)
+            try:
+                if self.size:
+                    os.posix_fallocate(file.fileno(), 0, self.size)  # a mapped file that runs out of disk kills us
+            except OSError as error:
+                raise CheckpointError(
+                    f"no room for {self.size:,} bytes ({error.strerror})",
+                    uri=os.fspath(path),
+                    fix="Free some, or set TMPDIR to a larger disk",
+                ) from None
         if self.size:
             self._fill(np.memmap(path, np.uint8, "r+"), progress)
 

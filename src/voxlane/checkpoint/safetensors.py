@@ -87,7 +87,7 @@ def save_safetensors(
     with CheckpointWriter(store, parsed.key, 8 + len(text) + offset) as file:
         file.write(len(text).to_bytes(8, "little") + text)
         for _, tensor in order:
-            file.write(_memory(tensor.detach().cpu().contiguous()))
+            file.write(_memory(tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()))
         return file.commit()
 
 

@@ -5,18 +5,21 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from voxlane.checkpoint.sums import Sums, corrupt, digest
-from voxlane.errors import NotFoundError
+from voxlane.errors import AlreadyExistsError, ChangedError, CheckpointError, NotFoundError, UnsupportedError
 from voxlane.store import ObjectInfo, Store
 
 SUMS_SUFFIX = ".sums"
 """A file's checksums lie beside it, under its name and this."""
 _FORMAT = "voxlane-sums-1"
+_KEPT_CONTENTS = 4
+_ATTEMPTS = 20
 
 
 class Source:
@@ -71,34 +74,101 @@ class Source:
                 raise corrupt(self.uri, "the blocks are of different contents")
 
 
-def read_contents(store: Store, key: str) -> list[Sums]:
-    """The contents that the file at `key` may hold, newest last; empty when no checksums are kept for it."""
+@dataclass(frozen=True)
+class Contents:
+    """What the file at a key may hold: the last few that were saved under its name. Which of them it is, its bytes
+    tell; so a save can be cut short, or two can race, and the file that is there has its checksums."""
+
+    sums: tuple[Sums, ...] = ()
+    """Oldest first."""
+    unknown_etags: tuple[str, ...] = ()
+    """Versions of the file that were there before, without checksums."""
+    etag: str | None = None
+    """Of the object that keeps this; None when there is none."""
+
+    def and_also(self, sums: Sums) -> Contents:
+        """With one more, and the oldest left out beyond a few."""
+        kept = [known for known in self.sums if known != sums]
+        return replace(self, sums=(*kept, sums)[-_KEPT_CONTENTS:])
+
+
+def read_contents(store: Store, key: str) -> Contents:
+    """What is known of the file at `key`; empty when no checksums are kept for it."""
     sums_key = key + SUMS_SUFFIX
     try:
-        text = bytes(store.get(sums_key))
+        # The version before the text: of a newer text it would be an older one, and a conditional write then fails.
+        etag = _etag(store, sums_key)
+        text = bytes(store.get(sums_key))  # also when it is not there: unlike HEAD, GET tells a bucket that is gone
     except NotFoundError as error:
         if type(error) is NotFoundError:
-            return []
+            return Contents()
         raise
     try:
         document: Any = json.loads(text)
-        if document["format"] != _FORMAT or document["digest"] != _digest(document["contents"]):
+        plain, unknown = document["contents"], document["unknown_etags"]
+        if document["format"] != _FORMAT or document["digest"] != _digest([plain, unknown]):
             raise ValueError(document["format"])
     except (ValueError, KeyError, TypeError):
         raise corrupt(store.uri(sums_key), "not a list of checksums") from None
-    return [Sums.from_json(entry, store.uri(sums_key)) for entry in document["contents"]]
+    return Contents(tuple(Sums.from_json(entry, store.uri(sums_key)) for entry in plain), tuple(unknown), etag)
 
 
-def write_contents(store: Store, key: str, contents: Sequence[Sums]) -> None:
-    """Keep `contents` as those the file at `key` may hold."""
-    plain = [sums.to_json() for sums in contents]
-    document = {"format": _FORMAT, "contents": plain, "digest": _digest(plain)}
-    store.put(key + SUMS_SUFFIX, json.dumps(document).encode())
+def add_contents(store: Store, key: str, known: Contents, sums: Sums) -> None:
+    """Note, before it is published, that the file at `key` may hold `sums`. `known` is what was read before; another
+    save of the same name may have noted its own meanwhile, which stays."""
+    for _ in range(_ATTEMPTS):
+        wanted = known.and_also(sums)
+        try:
+            _write(store, key, wanted)
+            return
+        except (AlreadyExistsError, ChangedError):
+            known = read_contents(store, key)
+    raise CheckpointError("too many processes save this at once", uri=store.uri(key), fix="Give each its own name")
+
+
+def add_missing_contents(store: Store, key: str, sums: Sums) -> None:
+    """Note `sums` again if another save of the same name wrote over the note."""
+    known = read_contents(store, key)
+    if sums not in known.sums:
+        add_contents(store, key, known, sums)
+
+
+def unchecked_before(store: Store, key: str) -> Contents:
+    """For a file at `key` that is about to be replaced and has no usable checksums: it stays readable without."""
+    there = _etag(store, key)
+    return Contents((), (there,) if there is not None else (), _etag(store, key + SUMS_SUFFIX))
+
+
+def _etag(store: Store, key: str) -> str | None:
+    try:
+        return store.head(key).etag
+    except NotFoundError:
+        return None
+
+
+def _write(store: Store, key: str, contents: Contents) -> None:
+    plain, unknown = [sums.to_json() for sums in contents.sums], list(contents.unknown_etags)
+    document = {"format": _FORMAT, "contents": plain, "unknown_etags": unknown, "digest": _digest([plain, unknown])}
+    data, sums_key = json.dumps(document).encode(), key + SUMS_SUFFIX
+    try:
+        if contents.etag is None:
+            store.put(sums_key, data, if_absent=True)
+        else:
+            store.put(sums_key, data, if_etag=contents.etag)
+    except UnsupportedError:  # folders, and a few servers, cannot replace conditionally
+        store.put(sums_key, data)
 
 
 def _digest(contents: Any) -> str:
     """The checksum of the checksums, so that damage to them is not taken for damage to the file."""
     return digest(json.dumps(contents).encode()).hex()
+
+
+def source_of(store: Store, info: ObjectInfo, contents: Contents) -> Source:
+    """An object with what is known of it; without checks if it is a version from before there were checksums."""
+    if (info.etag or "") in contents.unknown_etags:
+        return Source(store, info)
+    return Source(store, info, contents.sums)
 
 
 def open_source(store: Store, key: str) -> Source:
@@ -109,4 +179,4 @@ def open_source(store: Store, key: str) -> Source:
     except NotFoundError:
         contents.result()  # raises if the bucket itself is gone, which a HEAD cannot tell
         raise
-    return Source(store, info, contents.result())
+    return source_of(store, info, contents.result())

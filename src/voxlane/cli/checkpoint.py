@@ -102,7 +102,7 @@ def _ls(options: argparse.Namespace) -> int:
         )
     for c in rows:
         kind = "folder" if c.is_folder else "file"
-        state = "complete" if c.complete else f"INCOMPLETE: {c.problem}"
+        state = f"INCOMPLETE: {c.problem}" if c.problem else "complete" if c.complete else "no checksums: perhaps whole"
         print(f"{c.created:%Y-%m-%d %H:%M:%S}  {human(c.size):>10}  {kind:<6}  {c.uri}  {state}")
     return 0
 

@@ -10,7 +10,8 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from datetime import datetime
 from typing import Any, TypeVar
 
 import numpy as np
@@ -58,6 +59,8 @@ class ObjectInfo:
     """Changes whenever the content does."""
     version: str | None
     """Generation or version id, where the service has them."""
+    modified: datetime | None = field(default=None, compare=False)
+    """When it was last written, where that was asked for (`head`)."""
 
 
 class Store:
@@ -177,7 +180,7 @@ class Store:
     def head(self, key: str) -> ObjectInfo:
         """Size and version of one object."""
         meta = self.call("head", self.uri(key), lambda: self.native.head(key))
-        return ObjectInfo(key, meta["size"], meta["e_tag"], meta["version"])
+        return ObjectInfo(key, meta["size"], meta["e_tag"], meta["version"], meta["last_modified"])
 
     def exists(self, key: str) -> bool:
         """Whether there is an object at `key`."""

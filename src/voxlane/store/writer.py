@@ -154,9 +154,22 @@ class Writer:
         """Whether it was committed or aborted."""
         return self._done
 
+    @property
+    def failed(self) -> bool:
+        """Whether a write failed; leaving the `with` block raises why."""
+        return self._failure is not None
+
     def writable(self) -> bool:
         """True until committed or aborted."""
         return not self._done
+
+    def readable(self) -> bool:
+        """False."""
+        return False
+
+    def seekable(self) -> bool:
+        """False: bytes are on their way once they are written."""
+        return False
 
     def tell(self) -> int:
         """Bytes written so far."""

@@ -201,9 +201,16 @@ class _Sharded:
         if self._saver is not None:
             self._saver.wait()
 
-    def _close_saver(self) -> None:
+    def remove_checkpoint(self, filepath: Any) -> None:
+        """Delete a checkpoint, after a save that is under way was published."""
+        self._wait_for_save()
+        super().remove_checkpoint(filepath)  # type: ignore[misc]
+
+    def teardown(self) -> None:
+        """Wait for the last save; raises if it failed."""
         if self._saver is not None:
             self._saver.close()
+        super().teardown()  # type: ignore[misc]
 
 
 class BucketFSDPStrategy(_Sharded, FSDPStrategy):
@@ -276,16 +283,6 @@ class BucketFSDPStrategy(_Sharded, FSDPStrategy):
                     )
         return self._load_meta(uri, weights_only)
 
-    def remove_checkpoint(self, filepath: Any) -> None:
-        """Delete a checkpoint, after a save that is under way was published."""
-        self._wait_for_save()
-        super().remove_checkpoint(filepath)
-
-    def teardown(self) -> None:
-        """Wait for the last save; raises if it failed."""
-        self._close_saver()
-        super().teardown()
-
 
 class BucketModelParallelStrategy(_Sharded, ModelParallelStrategy):
     """`ModelParallelStrategy` (FSDP2, tensor parallelism) whose checkpoints, distributed or full
@@ -333,16 +330,6 @@ class BucketModelParallelStrategy(_Sharded, ModelParallelStrategy):
                 self.model, optimizer, optim_state_dict=state[key], options=StateDictOptions(cpu_offload=True)
             )
         return self._load_meta(uri, weights_only)
-
-    def remove_checkpoint(self, filepath: Any) -> None:
-        """Delete a checkpoint, after a save that is under way was published."""
-        self._wait_for_save()
-        super().remove_checkpoint(filepath)
-
-    def teardown(self) -> None:
-        """Wait for the last save; raises if it failed."""
-        self._close_saver()
-        super().teardown()
 
 
 def _split(path: str | Path) -> tuple[str, str]:

@@ -8,6 +8,7 @@ and a checksum of the pickle itself after its end. We unpickle only the types th
 from __future__ import annotations
 
 import io
+import os
 import pickle
 import re
 from collections.abc import Mapping
@@ -23,8 +24,9 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from voxlane import uri as uris
 from voxlane.checkpoint.sums import Sums, corrupt, digest
-from voxlane.errors import CheckpointError, IncompleteError, NotFoundError, UnsafeError
+from voxlane.errors import CheckpointError, ConfigError, IncompleteError, NotFoundError, UnsafeError
 from voxlane.store import ObjectInfo, Store
 
 METADATA = ".metadata"
@@ -64,6 +66,28 @@ def attachment_path(name: str, save_id: str) -> str:
 def is_attachment(key: str) -> bool:
     """Whether this is the key of an attachment."""
     return _ATTACHMENT.search(key) is not None
+
+
+class AtUri:
+    """What the writer and the reader of a checkpoint share: where it is, as torch asks for it."""
+
+    _store: Store
+    _folder: str
+    """Key of the checkpoint's folder, ending in a slash."""
+
+    @property
+    def checkpoint_id(self) -> str:
+        """The checkpoint's URI."""
+        return self._store.uri(self._folder).rstrip("/")
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Whether voxlane knows this kind of URI."""
+        try:
+            uris.parse(checkpoint_id)
+        except ConfigError:
+            return False
+        return True
 
 
 @dataclass(frozen=True)

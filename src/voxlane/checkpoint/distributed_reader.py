@@ -29,7 +29,7 @@ from voxlane.checkpoint.distributed_metadata import Files
 from voxlane.checkpoint.plain import load_file
 from voxlane.checkpoint.source import Source
 from voxlane.checkpoint.wanted import Wanted, read_wanted, submit_wanted
-from voxlane.errors import CheckpointError, ConfigError, IncompleteError, NotFoundError
+from voxlane.errors import CheckpointError, IncompleteError, NotFoundError
 from voxlane.store import ObjectInfo, Store, StoreConfig
 
 _HELD_BYTES = 128 << 20
@@ -41,7 +41,7 @@ _ATTEMPTS = 3
 _Bytes = npt.NDArray[np.uint8]
 
 
-class DistributedReader(StorageReader):
+class DistributedReader(commits.AtUri, StorageReader):
     """Reads a distributed checkpoint from a folder in a bucket, written by any number of ranks.
 
         state = {"model": model.state_dict()}
@@ -137,20 +137,6 @@ class DistributedReader(StorageReader):
         done: Future[None] = Future()
         done.set_result(None)
         return done
-
-    @property
-    def checkpoint_id(self) -> str:
-        """The checkpoint's URI."""
-        return self._store.uri(self._folder).rstrip("/")
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Whether voxlane knows this kind of URI."""
-        try:
-            uris.parse(checkpoint_id)
-        except ConfigError:
-            return False
-        return True
 
     # -- beyond torch's protocol -------------------------------------------------------------------------------------
 

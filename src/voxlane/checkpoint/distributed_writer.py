@@ -41,7 +41,7 @@ _PAYLOAD_BYTES = 4096
 """Tensors from this size on are read back as plain bytes, smaller ones as the small files they are."""
 
 
-class DistributedWriter(StorageWriter):
+class DistributedWriter(commits.AtUri, StorageWriter):
     """Writes a distributed checkpoint to a folder in a bucket.
 
         dcp.save({"model": model.state_dict()}, storage_writer=DistributedWriter("gs://bucket/run/step-100"))
@@ -178,20 +178,6 @@ class DistributedWriter(StorageWriter):
             raise
         # After any other failure the files stay: the request may have come through and only its answer be lost.
         self._discard(replaced)
-
-    @property
-    def checkpoint_id(self) -> str:
-        """The checkpoint's URI."""
-        return self._store.uri(self._folder).rstrip("/")
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Whether voxlane knows this kind of URI."""
-        try:
-            uris.parse(checkpoint_id)
-        except ConfigError:
-            return False
-        return True
 
     # -- steps -------------------------------------------------------------------------------------------------------
 

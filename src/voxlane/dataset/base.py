@@ -38,8 +38,135 @@ class Skipped:
         self.why = str(error)
 
 
-class BucketDataset:
+class OrderedDataset:
+    """Samples in an order that (seed, epoch) fix, shared out over ranks, with a state that resumes exactly on any
+    number of them. What `voxlane.DataLoader` takes: subclasses say what a sample is."""
+
+    resume_fix = ""
+    """What to do about a state of another dataset."""
+
+    def __init__(self, *, shuffle: bool, seed: int, rank: int | None, world_size: int | None, tail: Tail) -> None:
+        if tail not in ("keep", "drop", "repeat"):
+            raise ConfigError(f"tail={tail!r}", fix='Give "keep", "drop" or "repeat"')
+        if (rank is None) != (world_size is None):
+            raise ConfigError("rank and world_size go together", fix="Give both, or neither under torch.distributed")
+        if rank is not None and world_size is not None:
+            check_rank(rank, world_size)
+        if isinstance(seed, bool) or not isinstance(seed, int) or seed < 0:
+            raise ConfigError(f"seed={seed!r}", fix="Give a whole number, zero or more")
+        self.shuffle = shuffle
+        self.seed = seed
+        self.tail = tail
+        self.keep_place = False
+        """Yield `Skipped` for a failed sample instead of nothing; set by `voxlane.DataLoader`."""
+        self.block = 1
+        """Samples a worker takes at a turn; `voxlane.DataLoader` sets it to the batch size."""
+        self._rank, self._world_size = rank, world_size
+        self._pass_ended = False
+        self._resumed = False
+        self._tally = Tally()
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A spawned worker does not know the process group its parent is in.
+        rank, world_size = self.rank_and_world_size()
+        return {**self.__dict__, "_rank": rank, "_world_size": world_size}
+
+    def num_samples(self) -> int:
+        """Samples of one epoch, over all ranks."""
+        raise NotImplementedError
+
+    def fingerprint(self) -> str:
+        """Names the samples and their order before shuffling."""
+        raise NotImplementedError
+
+    def where(self) -> str:
+        """The URI that errors name."""
+        raise NotImplementedError
+
+    def rank_and_world_size(self) -> tuple[int, int]:
+        """As given, else as torch.distributed says, else one rank."""
+        if self._rank is not None and self._world_size is not None:
+            return self._rank, self._world_size
+        if torch.distributed.is_available() and torch.distributed.is_initialized():
+            return torch.distributed.get_rank(), torch.distributed.get_world_size()
+        return 0, 1
+
+    @property
+    def epoch(self) -> int:
+        """The epoch that iteration is in or starts with."""
+        return self._tally.epoch
+
+    def set_epoch(self, epoch: int) -> None:
+        """Start the next iteration at the beginning of `epoch`: another shuffle. `voxlane.DataLoader` does it.
+
+        The epoch of a state that was just loaded goes on where it stood: training loops, Lightning's among them, set
+        the epoch before they resume it.
+        """
+        if self._resumed and epoch == self.epoch:
+            return
+        self._tally.start(epoch, 0)
+        self._pass_ended = self._resumed = False
+
+    def start_pass(self) -> None:
+        """Call before iterating: after a resumed pass that came to its end, the next one is whole again."""
+        if self._pass_ended:
+            self.set_epoch(self.epoch)
+        self._pass_ended = False
+
+    def end_pass(self) -> None:
+        """Call when an iteration has given its last sample."""
+        self._pass_ended = True
+        self._resumed = False
+
+    def rank_indices(self) -> Positions:
+        """The samples this rank still has to take in this epoch, in order."""
+        rank, world_size = self.rank_and_world_size()
+        samples = self.num_samples()
+        order = epoch_order(samples, seed=self.seed, epoch=self._tally.epoch, shuffle=self.shuffle)
+        return order[rank_share(samples, self._tally.consumed, rank, world_size, self.tail)]
+
+    def rank_length(self) -> int:
+        """How many samples `rank_indices` gives."""
+        rank, world_size = self.rank_and_world_size()
+        return rank_share_size(self.num_samples(), self._tally.consumed, rank, world_size, self.tail)
+
+    def state_after(self, taken: int) -> dict[str, Any]:
+        """The state once every rank has taken `taken` samples of this iteration."""
+        _, world_size = self.rank_and_world_size()
+        samples = self.num_samples()
+        return State(
+            seed=self.seed,
+            epoch=self._tally.epoch,
+            consumed=min(samples, self._tally.consumed + taken * world_size),
+            shuffle=self.shuffle,
+            samples=samples,
+            fingerprint=self.fingerprint(),
+        ).to_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue where `state` was taken: the next iteration gives exactly the remaining samples of its epoch."""
+        loaded = State.from_dict(state)
+        if (loaded.samples, loaded.fingerprint) != (self.num_samples(), self.fingerprint()):
+            raise StateError(
+                f"the state was taken over {loaded.samples} samples ({loaded.fingerprint}), this dataset has "
+                f"{self.num_samples()} ({self.fingerprint()})",
+                uri=self.where(),
+                fix=self.resume_fix,
+            )
+        self.seed, self.shuffle = loaded.seed, loaded.shuffle
+        self._tally.start(loaded.epoch, loaded.consumed)
+        self._pass_ended = False
+        self._resumed = True
+
+    def traffic(self) -> Traffic:
+        """Requests, bytes and retries so far, DataLoader workers included."""
+        return self._tally.traffic()
+
+
+class BucketDataset(OrderedDataset):
     """The common part of `MapDataset` and `IterableDataset`; see there."""
+
+    resume_fix = "Resume over the manifest of the first run (Manifest.save / Manifest.load)"
 
     def __init__(
         self,
@@ -60,14 +187,7 @@ class BucketDataset:
     ) -> None:
         if on_error not in ("raise", "skip"):
             raise ConfigError(f"on_error={on_error!r}", fix='Give "raise" or "skip"')
-        if tail not in ("keep", "drop", "repeat"):
-            raise ConfigError(f"tail={tail!r}", fix='Give "keep", "drop" or "repeat"')
-        if (rank is None) != (world_size is None):
-            raise ConfigError("rank and world_size go together", fix="Give both, or neither under torch.distributed")
-        if rank is not None and world_size is not None:
-            check_rank(rank, world_size)
-        if isinstance(seed, bool) or not isinstance(seed, int) or seed < 0:
-            raise ConfigError(f"seed={seed!r}", fix="Give a whole number, zero or more")
+        super().__init__(shuffle=shuffle, seed=seed, rank=rank, world_size=world_size, tail=tail)
         if isinstance(source, Samples):
             self.samples = source
         else:
@@ -82,24 +202,22 @@ class BucketDataset:
                     compose=compose,
                 )
             )
-        self.shuffle = shuffle
-        self.seed = seed
-        self.tail = tail
         self.on_error = on_error
-        self.keep_place = False
-        """Yield `Skipped` for a failed sample instead of nothing; set by `voxlane.DataLoader`."""
-        self._rank, self._world_size = rank, world_size
-        self._pass_ended = False
-        self._resumed = False
-        self._tally = Tally()
         for part in self.samples.sources.values():
             part.attach(self._tally)
             part.remove_listing_when_dropped(self)
 
-    def __getstate__(self) -> dict[str, Any]:
-        # A spawned worker does not know the process group its parent is in.
-        rank, world_size = self.rank_and_world_size()
-        return {**self.__dict__, "_rank": rank, "_world_size": world_size}
+    def num_samples(self) -> int:
+        """Samples of one epoch, over all ranks."""
+        return len(self.samples)
+
+    def fingerprint(self) -> str:
+        """Names the samples and their order before shuffling."""
+        return self.samples.fingerprint
+
+    def where(self) -> str:
+        """The URI that errors name."""
+        return next(iter(self.samples.sources.values())).uri
 
     @classmethod
     def zip(cls, *, key: Callable[[str], str] | None = None, **datasets: Any) -> Self:
@@ -140,93 +258,10 @@ class BucketDataset:
         """URIs of the objects of sample `index` by source name ("" when not zipped)."""
         return {n: self.samples.sources[n].store.uri(e.key) for n, e in self.samples.entries(index).items()}
 
-    # -- order ---------------------------------------------------------------------------------------------------
-
-    def rank_and_world_size(self) -> tuple[int, int]:
-        """As given, else as torch.distributed says, else one rank."""
-        if self._rank is not None and self._world_size is not None:
-            return self._rank, self._world_size
-        if torch.distributed.is_available() and torch.distributed.is_initialized():
-            return torch.distributed.get_rank(), torch.distributed.get_world_size()
-        return 0, 1
-
-    @property
-    def epoch(self) -> int:
-        """The epoch that iteration is in or starts with."""
-        return self._tally.epoch
-
-    def set_epoch(self, epoch: int) -> None:
-        """Start the next iteration at the beginning of `epoch`: another shuffle. `voxlane.DataLoader` does it.
-
-        The epoch of a state that was just loaded goes on where it stood: training loops, Lightning's among them, set
-        the epoch before they resume it.
-        """
-        if self._resumed and epoch == self.epoch:
-            return
-        self._tally.start(epoch, 0)
-        self._pass_ended = self._resumed = False
-
-    def start_pass(self) -> None:
-        """Call before iterating: after a resumed pass that came to its end, the next one is whole again."""
-        if self._pass_ended:
-            self.set_epoch(self.epoch)
-        self._pass_ended = False
-
-    def end_pass(self) -> None:
-        """Call when an iteration has given its last sample."""
-        self._pass_ended = True
-        self._resumed = False
-
-    def rank_indices(self) -> Positions:
-        """The samples this rank still has to take in this epoch, in order."""
-        rank, world_size = self.rank_and_world_size()
-        samples = len(self.samples)
-        order = epoch_order(samples, seed=self.seed, epoch=self._tally.epoch, shuffle=self.shuffle)
-        return order[rank_share(samples, self._tally.consumed, rank, world_size, self.tail)]
-
-    def rank_length(self) -> int:
-        """How many samples `rank_indices` gives."""
-        rank, world_size = self.rank_and_world_size()
-        return rank_share_size(len(self.samples), self._tally.consumed, rank, world_size, self.tail)
-
-    def state_after(self, taken: int) -> dict[str, Any]:
-        """The state once every rank has taken `taken` samples of this iteration."""
-        _, world_size = self.rank_and_world_size()
-        samples = len(self.samples)
-        return State(
-            seed=self.seed,
-            epoch=self._tally.epoch,
-            consumed=min(samples, self._tally.consumed + taken * world_size),
-            shuffle=self.shuffle,
-            samples=samples,
-            fingerprint=self.samples.fingerprint,
-        ).to_dict()
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue where `state` was taken: the next iteration gives exactly the remaining samples of its epoch."""
-        loaded = State.from_dict(state)
-        if (loaded.samples, loaded.fingerprint) != (len(self.samples), self.samples.fingerprint):
-            raise StateError(
-                f"the state was taken over {loaded.samples} samples ({loaded.fingerprint}), this dataset has "
-                f"{len(self.samples)} ({self.samples.fingerprint})",
-                uri=next(iter(self.samples.sources.values())).uri,
-                fix="Resume over the manifest of the first run (Manifest.save / Manifest.load)",
-            )
-        self.seed, self.shuffle = loaded.seed, loaded.shuffle
-        self._tally.start(loaded.epoch, loaded.consumed)
-        self._pass_ended = False
-        self._resumed = True
-
-    # -- counts --------------------------------------------------------------------------------------------------
-
     @property
     def skipped(self) -> int:
         """Samples left out because they failed, in all processes."""
         return self._tally.skipped
-
-    def traffic(self) -> Traffic:
-        """Requests, bytes and retries so far, DataLoader workers included."""
-        return self._tally.traffic()
 
     def take(self, sample: PendingSample) -> Any:
         """The sample, or `Skipped` when it failed and is to be left out; that is counted and logged."""

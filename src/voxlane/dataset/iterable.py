@@ -28,8 +28,6 @@ class IterableDataset(BucketDataset, torch.utils.data.IterableDataset[Any]):
             raise ConfigError(f"read_ahead_bytes={read_ahead_bytes}", fix="Give 1 or more")
         super().__init__(source, **arguments)
         self.read_ahead_bytes = read_ahead_bytes
-        self.block = 1
-        """Samples a worker takes at a turn; `voxlane.DataLoader` sets it to the batch size."""
         self._taken = 0
         self._skip = 0
 

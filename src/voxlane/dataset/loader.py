@@ -8,8 +8,7 @@ from typing import Any
 import torch.utils.data
 from torch.utils.data import BatchSampler, default_collate
 
-from voxlane.dataset.base import Skipped
-from voxlane.dataset.iterable import IterableDataset
+from voxlane.dataset.base import OrderedDataset, Skipped
 from voxlane.dataset.map import MapDataset
 from voxlane.errors import ConfigError
 
@@ -30,8 +29,8 @@ class _Collate:
 
 
 class DataLoader(torch.utils.data.DataLoader[Any]):
-    """torch's DataLoader over a `MapDataset` or `IterableDataset`, in the dataset's order (its `shuffle` and `seed`),
-    sharded over ranks, with `state_dict` and `load_state_dict`.
+    """torch's DataLoader over a `MapDataset`, `IterableDataset` or `PatchStream`, in the dataset's order (its
+    `shuffle` and `seed`), sharded over ranks, with `state_dict` and `load_state_dict`.
 
     The state counts the batches that were given out, not those fetched ahead, and names samples, not workers: after
     `load_state_dict` exactly the remaining samples of the epoch follow, also on another number of ranks, workers or
@@ -41,7 +40,7 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
 
     def __init__(
         self,
-        dataset: MapDataset | IterableDataset,
+        dataset: OrderedDataset,
         batch_size: int = 1,
         *,
         drop_last: bool = False,
@@ -53,7 +52,7 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
                 raise ConfigError(
                     f"voxlane.DataLoader takes no {name}", fix="Give shuffle and seed to the dataset, which keeps order"
                 )
-        if not isinstance(dataset, MapDataset | IterableDataset):
+        if not isinstance(dataset, OrderedDataset):
             raise ConfigError(
                 f"voxlane.DataLoader over a {type(dataset).__name__}", fix="Use torch's DataLoader for other datasets"
             )
@@ -64,11 +63,12 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
         self._batches_before = 0
         """Of this epoch, given out before `load_state_dict`."""
         self._samples_a_batch = batch_size
-        if isinstance(dataset, IterableDataset):
-            super().__init__(dataset, batch_size, drop_last=drop_last, collate_fn=collate, **arguments)
-        else:
+        if isinstance(dataset, MapDataset):
             sampler = BatchSampler(dataset.sampler(), batch_size, drop_last)
             super().__init__(dataset, batch_sampler=sampler, collate_fn=collate, **arguments)
+        else:
+            stream: Any = dataset
+            super().__init__(stream, batch_size, drop_last=drop_last, collate_fn=collate, **arguments)
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]  # torch names its private iterator
         dataset: Any = self.dataset
@@ -102,10 +102,13 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
         dataset.set_epoch(epoch)
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the epoch stands after the batches given out so far."""
+        """Where the epoch stands after the batches given out so far; after the last one, the next epoch's start."""
         dataset: Any = self.dataset
         state: dict[str, Any] = dataset.state_after(self._taken_batches * self._samples_a_batch)
-        return {**state, "batches": self._batches_before + self._taken_batches}
+        batches = self._batches_before + self._taken_batches
+        if batches and batches >= len(self):
+            return {**state, "epoch": state["epoch"] + 1, "consumed": 0, "batches": 0}
+        return {**state, "batches": batches}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue where `state_dict` was taken; the next pass gives the rest of that epoch."""

@@ -14,7 +14,8 @@ from voxlane.store.counters import FIELDS, KINDS, Counters, Traffic, traffic
 _SLOTS = 257
 """One for the main process and one a worker; workers beyond 256 share, and may then miscount."""
 _CELLS = len(KINDS) * len(FIELDS)
-_SKIPPED = _CELLS
+_SKIPPED, _WAITED_US, _DECODED_US = _CELLS, _CELLS + 1, _CELLS + 2
+_COLUMNS = _CELLS + 3
 _EPOCH, _CONSUMED = 0, 1
 
 
@@ -26,7 +27,7 @@ class Tally:
     """
 
     def __init__(self) -> None:
-        rows, columns = _SLOTS + 1, _CELLS + 1  # the last row holds the epoch's progress
+        rows, columns = _SLOTS + 1, _COLUMNS  # the last row holds the epoch's progress
         # Fresh pages are zero.
         storage = torch.UntypedStorage._new_shared(rows * columns * 8)  # type: ignore[no-untyped-call]
         self._tensor = torch.empty(0, dtype=torch.int64).set_(storage, 0, (rows, columns), (columns, 1))
@@ -60,6 +61,16 @@ class Tally:
     def skipped(self) -> int:
         """Samples left out so far."""
         return int(self._table[:, _SKIPPED].sum())
+
+    def set_times(self, waited_s: float, decoded_s: float) -> None:
+        """Seconds that threads of this process have waited for the bucket, and decoded, so far."""
+        self._table[self._slot(), [_WAITED_US, _DECODED_US]] = int(waited_s * 1e6), int(decoded_s * 1e6)
+
+    @property
+    def times_s(self) -> tuple[float, float]:
+        """Seconds waited and decoded, of all processes."""
+        waited, decoded = self._table[:, [_WAITED_US, _DECODED_US]].sum(axis=0).tolist()
+        return waited / 1e6, decoded / 1e6
 
     def traffic(self) -> Traffic:
         """Requests and bytes of all processes so far."""

@@ -18,6 +18,7 @@ import pyarrow.parquet as pq
 
 from voxlane import uri as uris
 from voxlane.errors import ConfigError
+from voxlane.listing.parquet import table_from
 from voxlane.store import Store, StoreConfig
 
 SCHEMA = pa.schema(
@@ -166,7 +167,7 @@ class Manifest:
         """Read what `save` wrote."""
         body = Store(uri, config).get(uris.parse(uri).key)
         try:
-            table = pq.read_table(pa.BufferReader(pa.py_buffer(body)))
+            table = table_from(body)
         except pa.ArrowInvalid:
             raise ConfigError("not a manifest (Parquet)", uri=uri, fix="Make one: voxlane ls URI --save FILE") from None
         metadata = table.schema.metadata or {}

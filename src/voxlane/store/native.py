@@ -52,7 +52,8 @@ def obstore() -> Any:
 
 
 def _import_private_copy(depth: int) -> None:
-    old = {name: m for name, m in sys.modules.items() if name == "obstore" or name.startswith("obstore.")}
+    # A copy first: other threads of this child may be importing, and looking through a dict that grows fails.
+    old = {name: m for name, m in sys.modules.copy().items() if name == "obstore" or name.startswith("obstore.")}
     _keep_alive.append(old)
     original = _origin(old)
     if original is None:  # imported in part only; an ordinary import starts fresh

@@ -19,12 +19,18 @@
     │   ├── PairError             zipped datasets do not line up
     │   └── StateError            a saved state belongs to another dataset
     ├── CacheError                the local disk cache cannot be used
-    └── CheckpointError
-        ├── IncompleteError       the checkpoint was never published, or a file of it is gone
-        ├── CorruptError          stored bytes are not those that were written
-        ├── UnsafeError           reading it would run code from the file
-        ├── MismatchError         the checkpoint does not fit the model
-        └── BusyError             the save before is still running
+    ├── CheckpointError
+    │   ├── IncompleteError       the checkpoint was never published, or a file of it is gone
+    │   ├── CorruptError          stored bytes are not those that were written
+    │   ├── UnsafeError           reading it would run code from the file
+    │   ├── MismatchError         the checkpoint does not fit the model
+    │   └── BusyError             the save before is still running
+    ├── VolumeError
+    │   ├── ScanError             a file or series is no readable 3D scan
+    │   ├── LayoutError           no dataset that we know is here
+    │   ├── BadCasesError         cases that cannot be trained on
+    │   └── PreparedError         a prepared dataset is unfinished, damaged, or another than expected
+    └── RunError                  a training run exists already, is not there, or cannot go on
 
 Every class can be built from one string, because a DataLoader worker's exception is rebuilt in the parent
 from its type and its text.
@@ -144,3 +150,27 @@ class MismatchError(CheckpointError):
 
 class BusyError(CheckpointError):
     """The save before is still running."""
+
+
+class VolumeError(VoxlaneError):
+    """A scan or a prepared dataset cannot be used."""
+
+
+class ScanError(VolumeError):
+    """A file or series is no readable 3D scan."""
+
+
+class LayoutError(VolumeError):
+    """No dataset that we know is here."""
+
+
+class BadCasesError(VolumeError):
+    """Cases that cannot be trained on."""
+
+
+class PreparedError(VolumeError):
+    """A prepared dataset is unfinished, damaged, or another than expected."""
+
+
+class RunError(VoxlaneError):
+    """A training run exists already, is not there, or cannot go on."""

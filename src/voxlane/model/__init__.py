@@ -1,0 +1,1 @@
+"""Networks, losses, augmentation, sliding-window inference and scores."""

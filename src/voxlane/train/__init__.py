@@ -1,0 +1,1 @@
+"""Training, evaluation, prediction and their report."""

@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from voxlane.errors import VoxlaneError
     from voxlane.listing import Entry, Manifest, list_objects
     from voxlane.store import ObjectInfo, RetryConfig, Store, StoreConfig, Traffic, Writer
+    from voxlane.volume.prepared import Prepared
+    from voxlane.volume.stream import PatchStream
 
 __version__ = "0.1.0"
 
@@ -34,6 +36,8 @@ _HOMES = {
     "StoreConfig": "voxlane.store",
     "Traffic": "voxlane.store",
     "Writer": "voxlane.store",
+    "PatchStream": "voxlane.volume.stream",
+    "Prepared": "voxlane.volume.prepared",
 }
 
 __all__ = [
@@ -44,6 +48,8 @@ __all__ = [
     "Manifest",
     "MapDataset",
     "ObjectInfo",
+    "PatchStream",
+    "Prepared",
     "RetryConfig",
     "Sampler",
     "Store",

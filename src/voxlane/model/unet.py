@@ -1,0 +1,106 @@
+"""nnU-Net's plain convolutional U-Net, built from a plan's Network."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from voxlane.volume.plan import Network, Triple
+
+SLOPE = 0.01
+"""Of the leaky ReLU below zero."""
+
+
+class UNet(nn.Module):
+    """Convolutions with instance norm and leaky ReLU, strided down, transposed up, skips concatenated.
+
+    Input (batch, channels, z, y, x), each side a multiple of the product of the network's strides there. In training
+    mode with deep supervision: a list of logits, finest first, each at its own resolution, halved or so from one to the
+    next. Otherwise one tensor of logits at the input's resolution.
+
+    nnU-Net also has a head at the coarsest decoder resolution, and weighs it with zero; here it is left out, which
+    trains the same network and leaves no parameter without a gradient for distributed training to wait for.
+    """
+
+    def __init__(self, channels: int, outputs: int, network: Network, *, deep_supervision: bool = True) -> None:
+        super().__init__()
+        self.deep_supervision = deep_supervision
+        features, kernels, strides = network.features, network.kernels, network.strides
+        entering = (channels, *features[:-1])
+        self.down = nn.ModuleList(
+            stage(before, after, network.convs, kernel, stride)
+            for before, after, kernel, stride in zip(entering, features, kernels, strides, strict=True)
+        )
+        # Coarse to fine, in the order of computation.
+        rising = range(len(features) - 2, -1, -1)
+        self.up = nn.ModuleList(
+            nn.ConvTranspose3d(features[i + 1], features[i], strides[i + 1], strides[i + 1]) for i in rising
+        )
+        self.merge = nn.ModuleList(
+            stage(2 * features[i], features[i], network.convs, kernels[i], (1, 1, 1)) for i in rising
+        )
+        # Finest first, so that heads.0 is the one that predicts whether or not the others exist.
+        supervised = max(1, len(features) - 2) if deep_supervision else 1
+        self.heads = nn.ModuleList(nn.Conv3d(features[i], outputs, 1) for i in range(supervised))
+        self.apply(initialise)
+        self.register_load_state_dict_pre_hook(drop_missing_heads)  # type: ignore[no-untyped-call]
+
+    def forward(self, x_BCDHW: Tensor) -> Tensor | list[Tensor]:  # noqa: N803
+        """Logits; see the class."""
+        x = x_BCDHW
+        skips: list[Tensor] = []
+        for down in self.down:
+            x = down(x)
+            skips.append(x)
+        skips.pop()
+        every = self.training and self.deep_supervision
+        logits: list[Tensor] = []
+        for up, merge in zip(self.up, self.merge, strict=True):
+            level = len(skips) - 1
+            x = merge(torch.cat((up(x), skips.pop()), 1))
+            if level == 0 or (every and level < len(self.heads)):
+                logits.append(self.heads[level](x))
+        return logits[::-1] if every else logits[-1]
+
+
+def stage(before: int, after: int, convs: int, kernel: Triple, stride: Triple) -> nn.Sequential:
+    """The convolutions of one resolution, the first of which has the stride."""
+    layers: list[nn.Module] = []
+    padding = (kernel[0] // 2, kernel[1] // 2, kernel[2] // 2)
+    for i in range(convs):
+        layers += [
+            nn.Conv3d(before if i == 0 else after, after, kernel, stride if i == 0 else 1, padding),
+            nn.InstanceNorm3d(after, affine=True),
+            nn.LeakyReLU(SLOPE, inplace=True),
+        ]
+    return nn.Sequential(*layers)
+
+
+def initialise(module: nn.Module) -> None:
+    """He's normal weights for a leaky ReLU and zero biases, as nnU-Net starts."""
+    if isinstance(module, nn.Conv3d | nn.ConvTranspose3d):
+        nn.init.kaiming_normal_(module.weight, a=SLOPE)
+        if module.bias is not None:
+            nn.init.zeros_(module.bias)
+
+
+def drop_missing_heads(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    """Let a network without deep supervision load the weights of one trained with it."""
+    assert isinstance(module, UNet)
+    if not module.deep_supervision:
+        own = {f"{prefix}heads.{i}." for i in range(len(module.heads))}
+        heads = [key for key in state if key.startswith(f"{prefix}heads.")]
+        for key in heads:
+            if not any(key.startswith(name) for name in own):
+                del state[key]
+
+
+def divisors(strides: Sequence[Triple]) -> Triple:
+    """What each side of the input must be a multiple of (z, y, x)."""
+    z = y = x = 1
+    for stride in strides:
+        z, y, x = z * stride[0], y * stride[1], x * stride[2]
+    return z, y, x

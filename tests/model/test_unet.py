@@ -1,0 +1,127 @@
+"""The networks: shapes, parameter counts, heads, initial weights, and what a wrong patch is told."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from voxlane.errors import ConfigError
+from voxlane.model import networks
+from voxlane.model.mlperf import UNet3D
+from voxlane.model.unet import SLOPE, UNet
+from voxlane.volume.plan import Network
+
+SMALL = Network(
+    features=(4, 8, 12, 12),
+    strides=((1, 1, 1), (1, 2, 2), (2, 2, 2), (2, 2, 2)),
+    kernels=((1, 3, 3), (3, 3, 3), (3, 3, 3), (3, 3, 3)),
+)
+
+
+NNUNET = 31_196_399
+MLPERF = 31_190_243
+
+
+def count(network: nn.Module) -> int:
+    return sum(p.numel() for p in network.parameters())
+
+
+def test_training_gives_logits_at_each_native_scale_and_evaluation_one() -> None:
+    network = UNet(2, 3, SMALL)
+    image = torch.randn(2, 2, 8, 16, 24)
+    heads = network(image)
+    assert [tuple(h.shape) for h in heads] == [(2, 3, 8, 16, 24), (2, 3, 8, 8, 12)]
+    with torch.no_grad():
+        alone = network.eval()(image)
+    assert isinstance(alone, Tensor)
+    torch.testing.assert_close(alone, heads[0].detach())
+
+
+def test_every_parameter_gets_a_gradient() -> None:
+    # Distributed training would otherwise wait for those that never come.
+    for deep in (True, False):
+        network = UNet(1, 2, SMALL, deep_supervision=deep)
+        out = network(torch.randn(1, 1, 8, 16, 16))
+        heads = out if isinstance(out, list) else [out]
+        assert len(heads) == (2 if deep else 1)
+        sum(h.square().mean() for h in heads).backward()
+        assert all(p.grad is not None for p in network.parameters())
+
+
+def test_weights_trained_with_deep_supervision_load_without_it() -> None:
+    trained, plain = UNet(1, 2, SMALL), UNet(1, 2, SMALL, deep_supervision=False)
+    plain.load_state_dict(trained.state_dict())
+    image = torch.randn(1, 1, 8, 16, 16)
+    torch.testing.assert_close(plain.train()(image), trained.eval()(image))
+    with pytest.raises(RuntimeError, match=r"heads\.1"):
+        trained.load_state_dict(plain.state_dict())
+
+
+def test_the_count_of_parameters_is_nnunets() -> None:
+    # nnU-Net's PlainConvUNet of this shape has 31,196,399 parameters, 963 of them in the head that it weighs with zero.
+    features = (32, 64, 128, 256, 320, 320)
+    strides = ((1, 1, 1), *[(2, 2, 2)] * 5)
+    network = Network(features=features, strides=strides, kernels=((3, 3, 3),) * 6)
+    with torch.device("meta"):
+        assert count(UNet(1, 3, network)) == NNUNET - (features[4] * 3 + 3)
+
+
+def test_initial_weights_are_hes() -> None:
+    torch.manual_seed(0)
+    network = UNet(1, 2, Network(features=(32, 64), strides=((1, 1, 1), (2, 2, 2)), kernels=((3, 3, 3),) * 2))
+    gain = math.sqrt(2 / (1 + SLOPE**2))
+    for module in network.modules():
+        if isinstance(module, nn.Conv3d) and module.weight.numel() > 10_000:
+            fan_in = module.in_channels * math.prod(module.kernel_size)
+            assert module.weight.std().item() == pytest.approx(gain / math.sqrt(fan_in), rel=0.03)
+        if isinstance(module, nn.Conv3d | nn.ConvTranspose3d):
+            assert module.bias is not None
+            assert not module.bias.any()
+
+
+def test_mlperfs_count_of_parameters() -> None:
+    # Summed by hand from the benchmark's definition: 27 k² weights without bias and 2 of a norm for each convolution,
+    # 8 k² and a bias for each transposed one.
+    widths = [32, 64, 128, 256, 320, 320]
+
+    def conv(a: int, b: int) -> int:
+        return 27 * a * b + 2 * b
+
+    expected = conv(1, 32) + conv(32, 32)
+    for fine, coarse in itertools.pairwise(widths):
+        expected += conv(fine, coarse) + conv(coarse, coarse)
+        expected += 8 * coarse * fine + fine + conv(2 * fine, fine) + conv(fine, fine)
+    expected += 32 * 3 + 3
+    with torch.device("meta"):
+        network = UNet3D(1, 3)
+    assert count(network) == expected == MLPERF
+
+
+def test_mlperf_keeps_the_inputs_resolution() -> None:
+    network = UNet3D(1, 3)
+    with torch.device("meta"):
+        network = network.to("meta")
+        assert network(torch.empty(1, 1, 128, 128, 128)).shape == (1, 3, 128, 128, 128)
+
+
+def test_build_follows_the_plan() -> None:
+    with torch.device("meta"):
+        assert isinstance(networks.build(Network(kind="mlperf"), 1, 3, True), UNet3D)
+        made = networks.build(SMALL, 1, 3, False)
+    assert isinstance(made, UNet)
+    assert not made.deep_supervision
+
+
+def test_a_patch_that_the_strides_do_not_divide_is_refused() -> None:
+    networks.check_patch(SMALL, (8, 16, 16))
+    assert networks.divisors(Network(kind="mlperf")) == (32, 32, 32)
+    with pytest.raises(ConfigError, match=r"patch: 20 along y is no multiple of 8.*Take 16 or 24"):
+        networks.check_patch(SMALL, (8, 20, 16))
+    with pytest.raises(ConfigError, match=r"patch: 2 along z.*Take 4"):
+        networks.check_patch(SMALL, (2, 16, 16))
+    with pytest.raises(ConfigError, match="one voxel"):
+        networks.check_patch(SMALL, (4, 8, 8))

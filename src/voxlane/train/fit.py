@@ -1,0 +1,430 @@
+"""`train`: one run from its start or its last checkpoint to its end; and `fit`, what every rank of it does.
+
+Whatever starts the ranks (this process alone, local processes, a cluster), each calls `fit` with the run's URI: all
+that it needs is in the run's folder.
+"""
+
+from __future__ import annotations
+
+import datetime
+import logging
+import os
+import platform
+import signal
+import sys
+import threading
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+import torch.utils.data
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint, Timer
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+
+from voxlane import __version__, settings
+from voxlane.checkpoint.lightning import AsyncBucketCheckpointIO
+from voxlane.dataset.cache import DiskCache
+from voxlane.errors import ConfigError, RunError
+from voxlane.model.networks import build as build_network
+from voxlane.model.networks import check_patch
+from voxlane.store import StoreConfig
+from voxlane.train import config as configs
+from voxlane.train.config import TrainConfig, network_for
+from voxlane.train.recorder import Bar, PatchLoader, Recorder
+from voxlane.train.run import Run, Trained
+from voxlane.train.segmenter import Segmenter
+from voxlane.volume.cases import Caching, Cases
+from voxlane.volume.grid import MLPERF
+from voxlane.volume.prepared import Prepared
+from voxlane.volume.stream import PatchStream
+
+LAST, BEST = "last", "best"
+_PRECISIONS = {"float32": "32-true", "bfloat16": "bf16-mixed", "float16": "16-mixed"}
+
+
+def train(
+    data: str,
+    run_uri: str,
+    said: Mapping[str, Any] | None = None,
+    store: StoreConfig | None = None,
+    *,
+    resume: bool = False,
+    command: Sequence[str] = (),
+    progress: bool | None = None,
+) -> dict[str, Any]:
+    """Train on the prepared dataset `data` into the folder `run_uri`; returns the stall report.
+
+    `said`: fields of `TrainConfig` as plain nested data, over its preset. With `resume` the run goes on from its last
+    checkpoint with the config it has; `said` may then change what decides neither patches nor network: epochs (which
+    stretches the schedule), max_minutes, early_stop, devices, loader, validation. `progress`: a bar (True) or nothing
+    (False); by default a bar on a terminal, and otherwise a line an epoch.
+    """
+    prepared = Prepared.load(data, store)
+    run = Run(run_uri, store)
+    config = _resumed(run, prepared, said or {}) if resume else configs.build(said or {})
+    _check(config, prepared)
+    facts = _facts(config, prepared, command)
+    if resume:
+        run.update({**run.facts(), **{k: facts[k] for k in ("config", "environment")}})
+    else:
+        run.create(facts)
+    if config.devices == 1 or "LOCAL_RANK" in os.environ:
+        return fit(run_uri, store, resume=resume, progress=progress)
+    return _local_ranks(config.devices, run_uri, store, resume, progress)
+
+
+_FREE_ON_RESUME = (
+    "epochs",
+    "max_minutes",
+    "early_stop",
+    "devices",
+    "accelerator",
+    "loader",
+    "validation",
+    "compile",
+    "checkpoint_every_epochs",
+)
+
+
+def _resumed(run: Run, prepared: Prepared, said: Mapping[str, Any]) -> TrainConfig:
+    trained = Trained.of(run)
+    if trained.facts["data"]["fingerprint"] != prepared.digest:
+        raise RunError(
+            f"the run was trained on {trained.facts['data']['uri']}, which was not this dataset or has been prepared "
+            "anew since",
+            uri=run.where,
+            fix="Give the dataset of the run, or start a new one",
+        )
+    before = settings.plain(trained.config)
+    wanted = configs.merged(before, said)
+    changed = [name for name in wanted if wanted[name] != before.get(name) and name not in _FREE_ON_RESUME]
+    if changed:
+        raise ConfigError(
+            f"{changed[0]}: a run that is resumed keeps it", uri=run.where, fix="Leave it out, or start a new run"
+        )
+    return settings.build(TrainConfig, wanted)
+
+
+def _check(config: TrainConfig, prepared: Prepared) -> None:
+    """Raise for what cannot be trained, before anything is written."""
+    plan = prepared.plan
+    if config.preset == "mlperf" and plan.recipe != MLPERF:
+        raise ConfigError(
+            f"preset: mlperf is for a dataset prepared with recipe={MLPERF}, this one has recipe={plan.recipe}",
+            uri=prepared.uri,
+        )
+    patch = config.patch or plan.patch
+    check_patch(network_for(config, plan), patch)
+    batch = config.batch or plan.batch
+    if batch % config.devices:
+        raise ConfigError(
+            f"batch: {batch} patches do not share out evenly over devices={config.devices}",
+            fix=f"Give batch={-(-batch // config.devices) * config.devices}",
+        )
+    if config.accelerator == "gpu" and not torch.cuda.is_available():
+        raise ConfigError("accelerator: no GPU that torch can use is here", fix="Leave it out to train on the CPU")
+    if not _on_gpu(config) and config.precision not in ("auto", "float32"):
+        raise ConfigError(
+            f"precision: {config.precision} is for GPUs; torch's 3D convolutions in it end the process on some CPUs",
+            fix="Leave it out",
+        )
+    gpus = torch.cuda.device_count()
+    if _on_gpu(config) and config.devices > gpus:
+        raise ConfigError(f"devices: {config.devices}, and {gpus} GPUs are here")
+    prepared.split(config.fold)
+    if config.loader.disk_cache is not None:
+        DiskCache(config.loader.disk_cache, config.loader.disk_cache_bytes).open()
+    if config.fold is None and config.early_stop is not None:
+        raise ConfigError("early_stop: without a fold held out there is no Dice to stop by", fix="Give a fold")
+
+
+def _on_gpu(config: TrainConfig) -> bool:
+    return config.accelerator == "gpu" or (config.accelerator == "auto" and torch.cuda.is_available())
+
+
+def _facts(config: TrainConfig, prepared: Prepared, command: Sequence[str]) -> dict[str, Any]:
+    """The content of run.json."""
+    train_rows, held_rows = prepared.split(config.fold)
+    ids = prepared.ids
+    description, plan = prepared.description, prepared.plan
+    with torch.device("meta"):
+        network = build_network(network_for(config, plan), len(description.channels), description.outputs)
+    return {
+        "created": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "command": list(command),
+        "config": settings.plain(config),
+        "plan": settings.plain(plan),
+        "network": settings.plain(network_for(config, plan)),
+        "description": settings.plain(description),
+        "data": {"uri": prepared.uri, "name": description.name, "fingerprint": prepared.digest},
+        "cases": {"train": [ids[i] for i in train_rows], "validation": [ids[i] for i in held_rows]},
+        "fold": config.fold,
+        "parameters": sum(p.numel() for p in network.parameters()),
+        "environment": environment(),
+    }
+
+
+def environment() -> dict[str, Any]:
+    """What the run runs on."""
+    return {
+        "voxlane": __version__,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else platform.machine(),
+        "cpu_count": os.cpu_count(),
+    }
+
+
+def _local_ranks(
+    devices: int, run_uri: str, store: StoreConfig | None, resume: bool, progress: bool | None
+) -> dict[str, Any]:
+    """`fit` in one process a device of this machine."""
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    how = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=devices,
+        rdzv_backend="c10d",
+        rdzv_endpoint="127.0.0.1:0",
+        max_restarts=0,
+    )
+    # What went wrong is said once, below.
+    loggers = [logging.getLogger(f"torch.distributed.{name}") for name in ("elastic", "launcher")]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.CRITICAL)
+    try:
+        reports: dict[int, dict[str, Any]] = elastic_launch(how, _rank)(run_uri, store, resume, progress)
+    except ChildFailedError as error:
+        rank, failure = error.get_first_failure()
+        told: Any = failure.message
+        why = str(told.get("message", told) if isinstance(told, dict) else told or "it was killed").splitlines()[0]
+        raise RunError(f"rank {rank} failed: {why}", uri=run_uri, fix=f"What was saved is kept: {_RESUME}") from None
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
+    return reports[0]
+
+
+def _rank(run_uri: str, store: StoreConfig | None, resume: bool, progress: bool | None) -> dict[str, Any]:
+    torch.set_num_threads(max(1, (os.cpu_count() or 1) // int(os.environ["LOCAL_WORLD_SIZE"])))
+    return fit(run_uri, store, resume=resume, progress=progress)
+
+
+def num_workers(config: TrainConfig) -> int:
+    """Loader processes of each rank on this machine."""
+    if config.loader.workers is not None:
+        return config.loader.workers
+    return min(8, (os.cpu_count() or 1) // (2 * config.devices)) if _on_gpu(config) else 0
+
+
+class _Whole(torch.utils.data.Dataset[dict[str, Any]]):
+    """Whole volumes, for validation."""
+
+    def __init__(self, cases: Cases, rows: Sequence[int]) -> None:
+        self._cases = cases
+        self._rows = rows
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        image, label = self._cases.open(self._rows[index]).whole()
+        return {"image": image, "label": label, "row": self._rows[index]}
+
+
+class _Data(pl.LightningDataModule):
+    """Built when the process group stands, so that each rank takes its own share."""
+
+    def __init__(self, loader: PatchLoader, held: Sequence[int]) -> None:
+        super().__init__()
+        self._loader = loader
+        self._held = held
+
+    def train_dataloader(self) -> Any:
+        """Patches."""
+        return self._loader
+
+    def val_dataloader(self) -> Any:
+        """Whole volumes of this rank's share of the held-out cases."""
+        stream: Any = self._loader.dataset
+        rank, world_size = stream.rank_and_world_size()
+        # Lightning wants something of every rank; a case that two ranks predict is counted once.
+        share = self._held[rank::world_size] or self._held[:1]
+        return torch.utils.data.DataLoader(_Whole(stream.cases, share), batch_size=None)
+
+
+def fit(
+    run_uri: str, store: StoreConfig | None = None, *, resume: bool = False, progress: bool | None = None
+) -> dict[str, Any]:
+    """Do this rank's part of the run at `run_uri`; returns the stall report of all ranks."""
+    run = Run(run_uri, store)
+    trained = Trained.of(run)
+    config, plan, description = trained.config, trained.plan, trained.description
+    prepared = Prepared.load(trained.facts["data"]["uri"], store)
+    if prepared.digest != trained.facts["data"]["fingerprint"]:
+        raise RunError("the dataset was prepared anew after the run was begun", uri=prepared.uri, fix="Start a new run")
+    rows, held = prepared.split(config.fold)
+    batch = config.batch or plan.batch
+    workers = num_workers(config)
+    stream = PatchStream(
+        prepared,
+        rows,
+        samples=config.steps_per_epoch * batch,
+        patch=config.patch or plan.patch,
+        foreground_share=config.foreground_share,
+        placement=config.placement,
+        seed=config.seed,
+        in_flight=-(-config.loader.in_flight // max(1, workers)),
+        caching=Caching(
+            ram_bytes=config.loader.ram_cache_bytes // max(1, workers),
+            folder=config.loader.disk_cache,
+            disk_bytes=config.loader.disk_cache_bytes,
+        ),
+    )
+    loader = PatchLoader(
+        stream, batch // config.devices, pin_memory=_on_gpu(config), num_workers=workers, persistent_workers=workers > 0
+    )
+    module = Segmenter(config, plan, description, config.epochs * config.steps_per_epoch)
+    history, start = _place(run) if resume else ([], None)
+    if history and history[-1]["epoch"] + 1 >= config.epochs:
+        raise RunError(f"the run has done its {config.epochs} epochs", uri=run.where, fix="Give more with epochs=N")
+    bar = sys.stdout.isatty() if progress is None else progress
+    recorder = Recorder(
+        run,
+        loader,
+        prepared,
+        history,
+        validate_every=config.validation.every_epochs,
+        lines=progress is None and not bar,
+        stall_before=run.read_json("stall.json") if history else None,
+    )
+    held = held[: config.validation.max_cases]
+    with _quiet(), _spoken(config, plan, module):
+        trainer = _trainer(config, run, recorder, bool(held), bar)
+        with _stopped(run, trainer):
+            trainer.fit(module, datamodule=_Data(loader, held), ckpt_path=start, weights_only=True if start else None)
+        report = recorder.finish(trainer, module)
+        trainer.strategy.checkpoint_io.teardown()
+    if dist.is_available() and dist.is_initialized():
+        dist.destroy_process_group()
+    return report
+
+
+@contextmanager
+def _stopped(run: Run, trainer: pl.Trainer) -> Iterator[None]:
+    """Lightning ends the process by itself when it is told to stop; here it is said, and what is being saved is."""
+    try:
+        yield
+    except SystemExit as stop:
+        trainer.strategy.checkpoint_io.teardown()
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGINT, signal.default_int_handler)  # which Lightning has set to nothing
+        if isinstance(stop, SIGTERMException):
+            raise RunError("stopped by SIGTERM", uri=run.where, fix=_RESUME) from None
+        raise KeyboardInterrupt from None
+
+
+_RESUME = "--resume goes on from the last checkpoint"
+
+
+def _place(run: Run) -> tuple[list[dict[str, Any]], str | None]:
+    """History up to the last checkpoint, and that checkpoint."""
+    where = f"{run.checkpoints}/{LAST}.ckpt"
+    history = run.read_json("history.json") or []
+    if not run.store.exists(run.key(f"checkpoints/{LAST}.ckpt")):
+        return [], None  # stopped before its first checkpoint: from the start
+    step = AsyncBucketCheckpointIO(run.config).load_checkpoint(where)["global_step"]
+    return [entry for entry in history if entry["step"] <= step], where
+
+
+def _trainer(config: TrainConfig, run: Run, recorder: Recorder, validates: bool, progress: bool) -> pl.Trainer:
+    io = AsyncBucketCheckpointIO(run.config)  # before the callbacks, which look their folder up
+    callbacks: list[pl.Callback] = [recorder]
+    if validates:
+        callbacks.append(
+            ModelCheckpoint(
+                run.checkpoints,
+                BEST,
+                monitor="dice",
+                mode="max",
+                save_on_train_epoch_end=True,
+                enable_version_counter=False,
+            )
+        )
+    callbacks.append(
+        ModelCheckpoint(
+            run.checkpoints,
+            LAST,
+            every_n_epochs=config.checkpoint_every_epochs,
+            save_on_train_epoch_end=True,
+            enable_version_counter=False,
+        )
+    )
+    if config.early_stop is not None:
+        callbacks.append(EarlyStopping("dice", mode="max", patience=config.early_stop, check_on_train_epoch_end=False))
+    if config.max_minutes is not None:
+        callbacks.append(Timer(datetime.timedelta(minutes=config.max_minutes), interval="epoch", verbose=False))
+    if progress:
+        callbacks.append(Bar(recorder))
+    on_gpu = _on_gpu(config)
+    precision: Any = _PRECISIONS[
+        config.precision if config.precision != "auto" else "bfloat16" if on_gpu else "float32"
+    ]
+    return pl.Trainer(
+        accelerator="gpu" if on_gpu else "cpu",
+        devices=config.devices,
+        strategy="ddp" if config.devices > 1 else "auto",
+        precision=precision,
+        max_epochs=config.epochs,
+        limit_val_batches=None if validates else 0,
+        check_val_every_n_epoch=config.validation.every_epochs,
+        num_sanity_val_steps=0,
+        gradient_clip_val=config.optimizer.clip_norm,
+        plugins=[io],
+        callbacks=callbacks,
+        logger=False,
+        enable_progress_bar=progress,
+        enable_model_summary=False,
+        enable_checkpointing=True,
+        use_distributed_sampler=False,
+        benchmark=on_gpu,
+    )
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Lightning's remarks on loaders and devices, which are ours to choose, stay unsaid."""
+    loggers = [logging.getLogger(name) for name in ("lightning.pytorch", "lightning.fabric")]
+    before = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", module="lightning")
+            warnings.filterwarnings("ignore", message=".*does not have many workers.*")
+            warnings.filterwarnings("ignore", message=".*Checkpoint directory.*")
+            yield
+    finally:
+        for logger, level in zip(loggers, before, strict=True):
+            logger.setLevel(level)
+
+
+@contextmanager
+def _spoken(config: TrainConfig, plan: Any, module: Segmenter) -> Iterator[None]:
+    """What a user can do about a device that is too small."""
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        batch, patch = config.batch or plan.batch, "x".join(map(str, module.patch))
+        raise RunError(
+            f"the GPU ran out of memory with batch={batch} patches of {patch} and "
+            f"base_features={network_for(config, plan).features[0]}",
+            fix="Lower batch, patch or base_features, or set precision=bfloat16",
+        ) from None

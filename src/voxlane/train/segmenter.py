@@ -1,0 +1,204 @@
+"""The Lightning module: a network, its loss, its augmentation on the device, and whole-volume validation."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from voxlane.model import scores
+from voxlane.model.augment import Augment
+from voxlane.model.loss import DiceCE
+from voxlane.model.networks import build, check_patch
+from voxlane.model.windows import predict_windows, to_mask
+from voxlane.train.config import Optimizer, TrainConfig, network_for
+from voxlane.train.timing import Stopwatch
+from voxlane.volume.description import Description
+from voxlane.volume.plan import Plan
+
+Batch = dict[str, Any]
+
+
+class Segmenter(pl.LightningModule):
+    """Trains on patches, validates on whole volumes.
+
+    Nothing random happens outside of a patch's own seed, so that a run that goes on from a checkpoint computes what
+    it would have computed without the pause.
+    """
+
+    def __init__(self, config: TrainConfig, plan: Plan, description: Description, total_steps: int) -> None:
+        super().__init__()
+        self.settings = config
+        self.plan = plan
+        self.description = description
+        self.total_steps = total_steps
+        self.patch = config.patch or plan.patch
+        network = network_for(config, plan)
+        check_patch(network, self.patch)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(config.seed)
+            self.network = build(
+                network, len(description.channels), description.outputs, deep_supervision=config.deep_supervision
+            )
+        if config.channels_last:  # here, before DDP lays its buckets out
+            self.network.to(memory_format=torch.channels_last_3d)  # type: ignore[call-overload]
+        self.loss = DiceCE.of(description, batch_dice=plan.batch_dice, recipe=config.loss)
+        self.augment = Augment(config.augment, self.patch)
+        self._step: Callable[[Tensor, Tensor], Tensor] = self._loss_of
+        self.validated: dict[int, dict[str, float]] = {}
+        """Row to Dice by target, of the last validation, over all ranks."""
+        self.drawn: list[Batch] = []
+        """Volumes of the last validation to draw, on this rank."""
+        self._counted: list[tuple[int, Any]] = []
+        self.watches: dict[str, Stopwatch] = {}
+
+    def on_fit_start(self) -> None:
+        """Compile for the device."""
+        self.watches = {name: Stopwatch(self.device) for name in ("augment", "step")}
+        self.watches["validate"] = Stopwatch()
+        on_gpu = self.device.type == "cuda"
+        if self.settings.compile if self.settings.compile is not None else on_gpu:
+            # Small patches leave a GPU waiting for its next kernel; replaying recorded steps (CUDA graphs) took a step
+            # of 8 patches of 40 x 56 x 40 on an H200 from 20 to 8 ms. Across ranks the reducer's hooks forbid it.
+            recorded = on_gpu and self.settings.devices == 1
+            self._step = torch.compile(self._loss_of, mode="reduce-overhead" if recorded else None)
+
+    # -- training ------------------------------------------------------------------------------------------------
+
+    def on_after_batch_transfer(self, batch: Batch, dataloader_idx: int) -> Batch:
+        """Augment training patches, where they are trained on."""
+        if not self.trainer.training:
+            return batch
+        with self.watches["augment"]():
+            image, label = self.augment(batch["image"], batch["label"], batch["seed"].cpu())
+        self.watches["step"].start()
+        return {"image": image, "label": label}
+
+    def transfer_batch_to_device(self, batch: Batch, device: torch.device, dataloader_idx: int) -> Batch:
+        """Image and label go to the device; seeds stay, and so do volumes, of which windows go one by one."""
+        if not self.trainer.training:
+            return batch
+        tensors = {name: batch[name].to(device, non_blocking=True) for name in ("image", "label")}
+        return {**batch, **tensors}
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        """Dice and cross-entropy of a batch of patches."""
+        # A copy, because the next recorded step writes over its results.
+        return self._step(batch["image"], batch["label"]).clone()
+
+    def _loss_of(self, image: Tensor, label: Tensor) -> Tensor:
+        loss: Tensor = self.loss(self.network(image), label)
+        return loss
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """The step ends with the optimizer's."""
+        self.watches["step"].stop()
+
+    def configure_optimizers(self) -> Any:
+        """The optimizer and its schedule, stepped after every batch."""
+        how = self.settings.optimizer
+        # One kernel for all parameters; it cannot clip gradients that float16's scaler still holds scaled.
+        fused = self.device.type == "cuda" and self.settings.precision != "float16"
+        optimizer = make_optimizer(how, self.network, fused=fused)
+        schedule = torch.optim.lr_scheduler.LambdaLR(
+            optimizer, lambda step: learning_rate_factor(step, self.total_steps, how)
+        )
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+    def configure_gradient_clipping(
+        self, optimizer: Any, gradient_clip_val: Any = None, gradient_clip_algorithm: Any = None
+    ) -> None:
+        """Shorten long gradients. Lightning refuses to for any fused optimizer, though only float16's are scaled."""
+        if gradient_clip_val is None:
+            return
+        if str(self.trainer.precision) == "16-mixed":
+            self.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm or "norm")
+        else:
+            torch.nn.utils.clip_grad_norm_(self.network.parameters(), gradient_clip_val)
+
+    # -- validation ----------------------------------------------------------------------------------------------
+
+    def on_validation_epoch_start(self) -> None:
+        """Forget the validation before."""
+        self._counted, self.drawn = [], []
+        if self.watches:
+            self.watches["validate"].start()
+
+    def validation_step(self, batch: Batch, batch_idx: int) -> None:
+        """Predict a whole volume and count its hits and misses."""
+        how = self.settings.validation
+        logits = predict_windows(
+            self.network,
+            batch["image"],
+            self.patch,
+            overlap=how.overlap,
+            batch=how.window_batch,
+            device=self.device,
+            result_device=self.device,
+            autocast=self.autocast_dtype,
+        )
+        mask = to_mask(logits, self.description)
+        truth = batch["label"].to(mask.device)
+        self._counted.append((batch["row"], scores.dice_counts(mask, truth, self.description)))
+        if len(self.drawn) < how.images:
+            self.drawn.append({**batch, "predicted": mask.cpu()})
+
+    def on_validation_epoch_end(self) -> None:
+        """Dice of every case, over all ranks; the mean is what checkpoints are chosen by."""
+        targets = self.description.targets
+        mine = {row: dict(zip(targets, scores.dice_of(counts).tolist(), strict=True)) for row, counts in self._counted}
+        parts: list[Any] = [mine]
+        if dist.is_available() and dist.is_initialized():
+            parts = [None] * dist.get_world_size()
+            dist.all_gather_object(parts, mine)
+        self.validated = {row: dice for part in parts for row, dice in part.items()}
+        by_target = mean_dice(self.validated, targets)
+        found = [dice for dice in by_target.values() if not math.isnan(dice)]
+        self.log("dice", sum(found) / len(found) if found else 0.0, prog_bar=True, rank_zero_only=False)
+        if self.watches:
+            self.watches["validate"].stop()
+
+    @property
+    def autocast_dtype(self) -> torch.dtype | None:
+        """What the network computes in."""
+        return {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}.get(str(self.trainer.precision))
+
+
+def mean_dice(cases: dict[int, dict[str, float]], targets: tuple[str, ...]) -> dict[str, float]:
+    """Mean over the cases that have the target in truth or prediction; NaN where none has."""
+    means = {}
+    for target in targets:
+        values = [dice[target] for dice in cases.values() if not math.isnan(dice[target])]
+        means[target] = sum(values) / len(values) if values else math.nan
+    return means
+
+
+def make_optimizer(how: Optimizer, network: torch.nn.Module, *, fused: bool = False) -> torch.optim.Optimizer:
+    """The optimizer of a network's parameters."""
+    if how.name == "adamw":
+        return torch.optim.AdamW(network.parameters(), lr=how.lr, weight_decay=how.weight_decay, fused=fused)
+    return torch.optim.SGD(
+        network.parameters(),
+        lr=how.lr,
+        momentum=how.momentum,
+        nesterov=how.nesterov and how.momentum > 0,
+        weight_decay=how.weight_decay,
+        fused=fused,
+    )
+
+
+def learning_rate_factor(step: int, total_steps: int, how: Optimizer) -> float:
+    """What the highest learning rate is multiplied by at a step, counted from 0."""
+    if step < how.warmup_steps:
+        return (step + 1) / how.warmup_steps
+    left = 1 - min(1.0, (step - how.warmup_steps) / max(1, total_steps - how.warmup_steps))
+    if how.schedule == "poly":
+        return float(left**how.power)
+    if how.schedule == "cosine":
+        return (1 - math.cos(math.pi * left)) / 2
+    return 1.0

@@ -1,0 +1,287 @@
+"""Training: what a run leaves, going on exactly, on one rank and on two."""
+
+from __future__ import annotations
+
+import json
+import math
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.conftest import Bucket
+from tests.volume import made
+from voxlane.errors import ConfigError, PreparedError, RunError
+from voxlane.train.fit import train
+from voxlane.train.run import Run
+from voxlane.volume.prepared import Prepared
+
+TINY: dict[str, Any] = {
+    "epochs": 3,
+    "steps_per_epoch": 3,
+    "batch": 2,
+    "network": {"features": [4, 8], "strides": [[1, 1, 1], [2, 2, 2]], "kernels": [[3, 3, 3], [3, 3, 3]]},
+    "validation": {"every_epochs": 2, "images": 1},
+    "optimizer": {"name": "adamw", "lr": 0.01},
+    "loader": {"in_flight": 3},
+}
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Six small prepared cases, some of them held out by fold 0."""
+    root = tmp_path_factory.mktemp("fit")
+    made.prepared(made.save(root / "scans", made.kits()), str(root / "data"))
+    prepared = Prepared.load(str(root / "data"))
+    assert all(prepared.split(fold_with_cases(prepared)))
+    return str(root / "data")
+
+
+def fold_with_cases(prepared: Prepared) -> int:
+    return int(prepared.table.column("fold")[0].as_py())
+
+
+def fit(data: str, run: Path | str, resume: bool = False, **more: Any) -> dict[str, Any]:
+    fold = fold_with_cases(Prepared.load(data))
+    said = {**TINY, "fold": fold, **more} if not resume else more
+    return train(data, str(run), said, resume=resume, progress=False, command=["voxlane", "train"])
+
+
+def weights(run: Path | str, name: str = "last") -> dict[str, torch.Tensor]:
+    loaded: dict[str, torch.Tensor] = torch.load(f"{run}/checkpoints/{name}.ckpt", weights_only=True)["state_dict"]
+    return loaded
+
+
+def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
+
+
+@pytest.fixture(scope="module")
+def straight(data: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of three epochs without a pause."""
+    run = tmp_path_factory.mktemp("straight") / "run"
+    fit(data, run)
+    return run
+
+
+def test_a_run_leaves_what_it_promises(data: str, straight: Path) -> None:
+    facts = json.loads((straight / "run.json").read_text())
+    assert facts["command"] == ["voxlane", "train"]
+    assert facts["data"]["uri"] == f"file://{data}"
+    assert not set(facts["cases"]["train"]) & set(facts["cases"]["validation"])
+    assert facts["parameters"] > 1000
+    history = json.loads((straight / "history.json").read_text())
+    assert [entry["step"] for entry in history] == [3, 6, 9]
+    assert all(math.isfinite(entry["loss"]) and entry["patches_per_s"] > 0 for entry in history)
+    assert history[0]["dice"] is None
+    assert set(history[1]["dice"]) == {"kidney", "tumour"}
+    assert history[2]["mean_dice"] is not None, "the last epoch is always validated"
+    stall = json.loads((straight / "stall.json").read_text())
+    assert stall["patches"] == 18
+    assert stall["bytes_read"] > 0
+    assert stall["requests"] > 0
+    assert stall["bottleneck"] in ("bucket", "decode", "augment", "step")
+    assert sum(stall["shares"].values()) == pytest.approx(stall["seconds"], rel=0.05)
+    assert {p.name for p in (straight / "checkpoints").glob("*.ckpt")} == {"last.ckpt", "best.ckpt"}
+
+
+def test_tensorboard_has_scalars_and_rows_of_pictures(straight: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    found = EventAccumulator(str(straight / "tensorboard"))
+    found.Reload()
+    tags = found.Tags()
+    assert {"loss", "lr", "mean_dice", "dice/kidney", "patches_per_s", "wait_share"} <= set(tags["scalars"])
+    assert [event.step for event in found.Scalars("loss")] == [3, 6, 9]
+    assert len(tags["images"]) == 1
+    assert tags["images"][0].startswith("validation/case_")
+
+
+def test_the_same_seed_trains_the_same_network(data: str, straight: Path, tmp_path: Path) -> None:
+    fit(data, tmp_path / "again")
+    assert same(weights(straight), weights(tmp_path / "again"))
+
+
+def test_a_run_that_goes_on_is_the_run_without_a_pause(data: str, straight: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    fit(data, run, epochs=3, max_minutes=1e-6)  # stops after its first epoch, as the schedule of three goes
+    assert [entry["epoch"] for entry in json.loads((run / "history.json").read_text())] == [0]
+    fit(data, run, resume=True, max_minutes=None)
+    assert same(weights(straight), weights(run))
+    history = [json.loads((r / "history.json").read_text()) for r in (straight, run)]
+    for ours, theirs in zip(*history, strict=True):
+        for name in ("epoch", "step", "lr", "loss", "dice"):
+            assert ours[name] == theirs[name]
+    assert history[1][1]["seconds"] > history[1][0]["seconds"]
+
+
+def test_a_killed_run_goes_on_exactly(data: str, straight: Path, tmp_path: Path) -> None:
+    """Killed in the middle of an epoch, it repeats that epoch from the last checkpoint."""
+    run = tmp_path / "run"
+    said = {**TINY, "fold": fold_with_cases(Prepared.load(data))}
+    program = (
+        "import sys, json, time\nimport torch\nfrom voxlane.train import segmenter, fit\n"
+        "real = segmenter.Segmenter.training_step\n"
+        "def slow(self, batch, index):\n"
+        "    if self.trainer.current_epoch == 2 and index == 1:\n"
+        "        print('here', flush=True)\n        time.sleep(60)\n"
+        "    return real(self, batch, index)\n"
+        "segmenter.Segmenter.training_step = slow\n"
+        f"fit.train({data!r}, {str(run)!r}, json.loads(sys.argv[1]), progress=False)\n"
+    )
+    child = subprocess.Popen([sys.executable, "-c", program, json.dumps(said)], stdout=subprocess.PIPE, text=True)
+    assert child.stdout is not None
+    assert any(line.strip() == "here" for line in child.stdout)
+    time.sleep(0.3)
+    child.send_signal(signal.SIGKILL)
+    child.wait()
+    child.stdout.close()
+    fit(data, run, resume=True)
+    assert same(weights(straight), weights(run))
+    assert [e["epoch"] for e in json.loads((run / "history.json").read_text())] == [0, 1, 2]
+
+
+def test_two_ranks_share_the_batch(data: str, tmp_path: Path) -> None:
+    """The same patches, so nearly the same network; validated cases are shared out, none twice."""
+    plain = {"augment": {"preset": "none"}, "optimizer": {"name": "sgd", "lr": 0.01, "momentum": 0.0}}
+    one = fit(data, tmp_path / "one", **plain)
+    two = fit(data, tmp_path / "two", **plain, devices=2)
+    assert two["patches"] == one["patches"]
+    a, b = weights(tmp_path / "one"), weights(tmp_path / "two")
+    assert a.keys() == b.keys()
+    assert max(float((a[k] - b[k]).abs().max()) for k in a) < 1e-4
+    dice = [json.loads((tmp_path / n / "history.json").read_text())[-1]["dice"] for n in ("one", "two")]
+    assert dice[0].keys() == dice[1].keys()
+    fit(data, tmp_path / "two", resume=True, epochs=4, devices=1)
+    assert json.loads((tmp_path / "two" / "history.json").read_text())[-1]["epoch"] == 3
+
+
+def test_early_stop_and_all_cases(data: str, tmp_path: Path) -> None:
+    fit(
+        data,
+        tmp_path / "stop",
+        epochs=20,
+        early_stop=1,
+        validation={"every_epochs": 1},
+        optimizer={"name": "sgd", "lr": 1e-9},
+    )
+    assert len(json.loads((tmp_path / "stop" / "history.json").read_text())) < 20
+    train(data, str(tmp_path / "all"), {**TINY, "fold": None, "epochs": 1}, progress=False)
+    assert json.loads((tmp_path / "all" / "run.json").read_text())["cases"]["validation"] == []
+    assert {p.name for p in (tmp_path / "all" / "checkpoints").glob("*.ckpt")} == {"last.ckpt"}
+
+
+def test_a_run_in_a_bucket(bucket: Bucket, data: str) -> None:
+    uri = f"{bucket.uri}/runs/first"
+    said = {**TINY, "fold": fold_with_cases(Prepared.load(data)), "epochs": 1, "validation": {"every_epochs": 1}}
+    train(data, uri, said, bucket.config, progress=False)
+    run = Run(uri, bucket.config)
+    assert run.read_json("history.json")[0]["dice"]
+    assert run.store.exists(run.key("checkpoints/best.ckpt"))
+    train(data, uri, {"epochs": 2}, bucket.config, resume=True, progress=False)
+    assert len(run.read_json("history.json")) == 2
+
+
+def test_loader_processes_see_the_same_patches(data: str, straight: Path, tmp_path: Path) -> None:
+    report = fit(data, tmp_path / "run", loader={"workers": 2, "in_flight": 4})
+    assert same(weights(straight), weights(tmp_path / "run"))
+    assert report["requests"] > 0
+    assert report["decode_ms_a_patch"] > 0
+
+
+@pytest.mark.parametrize(
+    ("said", "error", "words"),
+    [
+        ({"batch": 3, "devices": 2}, ConfigError, "batch: 3 patches do not share out evenly.*batch=4"),
+        ({"fold": 9}, ConfigError, "fold: 9 of a dataset with folds 0 to 1"),
+        ({"patch": [15, 16, 16]}, ConfigError, "15"),
+        ({"accelerator": "gpu"}, ConfigError, "accelerator: no GPU"),
+        ({"precision": "bfloat16"}, ConfigError, "precision: bfloat16 is for GPUs"),
+        ({"fold": None, "early_stop": 2}, ConfigError, "early_stop"),
+        ({"epochs": 0}, ConfigError, "epochs: .*greater than or equal to 1"),
+        ({"preset": "large"}, ConfigError, "preset: no preset 'large'. There are: nnunet, small, mlperf"),
+        ({"optimizer": {"lrate": 1}}, ConfigError, "optimizer.lrate: no such field. Did you mean optimizer.lr"),
+    ],
+)
+@pytest.mark.skipif(torch.cuda.is_available(), reason="about machines without a GPU")
+def test_what_cannot_be_trained_is_refused_before_anything_is_written(
+    data: str, tmp_path: Path, said: dict[str, Any], error: type[Exception], words: str
+) -> None:
+    with pytest.raises(error, match=words):
+        fit(data, tmp_path / "run", **said)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_run_is_never_written_over(data: str, straight: Path, tmp_path: Path) -> None:
+    with pytest.raises(RunError, match=r"a run is here already.*--resume"):
+        fit(data, straight)
+    with pytest.raises(RunError, match="no run is here"):
+        fit(data, tmp_path / "none", resume=True)
+    with pytest.raises(ConfigError, match="batch: a run that is resumed keeps it"):
+        fit(data, straight, resume=True, batch=4)
+    with pytest.raises(PreparedError, match="no prepared dataset is here"):
+        fit_missing(tmp_path)
+
+
+def fit_missing(folder: Path) -> None:
+    train(str(folder / "nothing"), str(folder / "run"), TINY, progress=False)
+
+
+def test_another_dataset_is_refused(data: str, straight: Path, tmp_path: Path) -> None:
+    made.prepared(made.save(tmp_path / "scans", made.kits(7)), str(tmp_path / "other"))
+    with pytest.raises(RunError, match="was not this dataset or has been prepared anew"):
+        train(str(tmp_path / "other"), str(straight), {}, resume=True, progress=False)
+
+
+def test_a_patch_larger_than_every_volume_is_padded(data: str, tmp_path: Path) -> None:
+    report = fit(data, tmp_path / "run", epochs=1, patch=[32, 64, 64], validation={"every_epochs": 1})
+    assert report["patches"] == 6
+    assert json.loads((tmp_path / "run" / "history.json").read_text())[0]["mean_dice"] is not None
+
+
+def test_a_finished_run_says_so_and_keeps_its_report(data: str, straight: Path) -> None:
+    before = (straight / "stall.json").read_bytes()
+    with pytest.raises(RunError, match=r"the run has done its 3 epochs. Give more with epochs=N"):
+        fit(data, straight, resume=True)
+    assert (straight / "stall.json").read_bytes() == before
+
+
+def test_the_stall_report_is_of_all_parts(data: str, tmp_path: Path) -> None:
+    fit(data, tmp_path / "run", epochs=3, max_minutes=1e-6)
+    report = fit(data, tmp_path / "run", resume=True, max_minutes=None)
+    assert report["steps"] == 9
+    assert report["patches"] == 18
+    assert sum(report["shares"].values()) == pytest.approx(report["seconds"], rel=0.05)
+
+
+def test_fewer_held_out_cases_than_ranks(data: str, tmp_path: Path) -> None:
+    validation = {"every_epochs": 1, "max_cases": 1}
+    fit(data, tmp_path / "run", epochs=1, steps_per_epoch=1, devices=2, validation=validation)
+    assert json.loads((tmp_path / "run" / "history.json").read_text())[0]["mean_dice"] is not None
+
+
+@pytest.mark.parametrize(
+    ("number", "code", "words"), [(signal.SIGINT, 130, "interrupted"), (signal.SIGTERM, 1, "SIGTERM")]
+)
+def test_told_to_stop_it_says_how_to_go_on(
+    data: str, tmp_path: Path, number: signal.Signals, code: int, words: str
+) -> None:
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps({**TINY, "fold": fold_with_cases(Prepared.load(data)), "epochs": 500}))
+    command = ["-m", "voxlane.cli.main", "train", data, "--run", str(tmp_path / "run"), "--config", str(config)]
+    child = subprocess.Popen(
+        [sys.executable, *command], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
+    assert child.stdout is not None
+    assert any(line.startswith("epoch 2 of 500: loss") for line in child.stdout)
+    child.send_signal(number)
+    _, said = child.communicate(timeout=60)
+    assert child.returncode == code, said
+    assert words in said
+    assert "--resume goes on from the last checkpoint" in said
+    assert "Traceback" not in said

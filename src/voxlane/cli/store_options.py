@@ -9,10 +9,13 @@ if TYPE_CHECKING:
     from voxlane.store import StoreConfig
 
 
-def add_store_options(parser: argparse.ArgumentParser) -> None:
+_STORE_FILE = "a TOML file whose [store] table holds StoreConfig fields"
+
+
+def add_store_options(parser: argparse.ArgumentParser, file_help: str = _STORE_FILE) -> None:
     """Add --config, --endpoint and --anonymous."""
     group = parser.add_argument_group("how to reach the bucket")
-    group.add_argument("--config", metavar="FILE", help="a TOML file whose [store] table holds StoreConfig fields")
+    group.add_argument("--config", metavar="FILE", help=file_help)
     group.add_argument("--endpoint", metavar="URL", help="server to use instead of the cloud's own")
     group.add_argument("--anonymous", action="store_true", help="send no credentials (public buckets)")
 

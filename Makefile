@@ -7,10 +7,10 @@ CONSTRAINTS := requirements/constraints.txt
 AZURITE := $(VENV)/azurite/node_modules/.bin/azurite-blob
 AZURITE_VERSION := 3.37.0
 
-.PHONY: help install demo test check bench bench-quick kill-test clean
+.PHONY: help install demo demo-streaming test check bench bench-quick kill-test clean
 
 help:  ## this text
-	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 16
 
 install: $(VENV)/.installed  ## make .venv with the package and all it is tested with
 
@@ -31,8 +31,11 @@ $(VENV)/.installed: $(VENV)/.created pyproject.toml
 	else echo "npm is not here: the az:// tests will be skipped"; fi
 	@touch $@
 
-demo: install  ## a bucket of scans, listed, streamed, resumed and drawn; no cloud account needed
-	$(BIN)/python demo/demo.py --out demo-out
+demo: install  ## a bucket of scans becomes a model, its scores and pictures, without a cloud account (about 4 minutes)
+	OMP_WAIT_POLICY=PASSIVE $(BIN)/python demo/demo.py --out demo-out
+
+demo-streaming: install  ## whole objects listed, streamed, resumed and drawn (about a minute)
+	$(BIN)/python demo/streaming.py --out demo-out/streaming
 
 test: install  ## all tests, against real servers that the tests start
 	$(BIN)/python -m pytest $(PYTEST_ARGS)

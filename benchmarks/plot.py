@@ -1,7 +1,7 @@
 """Figures and tables from the result files.
 
-`python benchmarks/plot.py [--results FOLDER]` draws loading.png, listing.png, compose.png and checkpoint.png and
-writes README.md beside the JSON files it finds.
+`python benchmarks/plot.py [--results FOLDER]` draws loading.png, listing.png, compose.png, checkpoint.png and
+patch_readers.png and writes README.md beside the JSON files it finds.
 """
 
 from __future__ import annotations
@@ -37,6 +37,12 @@ COLOURS = {
     "dataflux": PEERS[1],
     "s3fs": PEERS[2],
     "gcsfs": PEERS[2],
+    "voxlane, 256 MB cache": "#e8a0a8",
+    "zarr-python + obstore": PEERS[0],
+    "zarrs": PEERS[1],
+    "tensorstore": PEERS[2],
+    "tensorstore, 256 MB cache": "#c5ccd6",
+    "whole .nii.gz": PEERS[3],
 }
 
 
@@ -50,6 +56,7 @@ def main() -> None:
         "listing": draw_listing,
         "compose": draw_compose,
         "checkpoint": draw_checkpoint,
+        "patch_readers": draw_patch_readers,
     }
     documents = {n: json.loads((folder / f"{n}.json").read_text()) for n in drawings if (folder / f"{n}.json").exists()}
     for name, document in documents.items():
@@ -189,6 +196,40 @@ def draw_checkpoint(document: dict[str, Any]) -> Figure:
         line[0].legend(fontsize=8, loc="upper left", ncols=3)
     figure.suptitle("Single-file checkpoints (median, bars: least to most); client and server share the cores")
     return figure
+
+
+def draw_patch_readers(document: dict[str, Any]) -> Figure:
+    """Patches a second by contender, and bytes against the patch's own, a panel for each place."""
+    rows = [r for r in document["summary"] if "error" not in r]
+    places = list(dict.fromkeys((r["place"], r["latency_s"]) for r in rows))
+    figure, panels = plt.subplots(1, len(places) + 1, figsize=(16, 4.8), sharey=True, layout="constrained")
+    figure.get_layout_engine().set(rect=(0, 0.05, 1, 0.95))
+    for axes, (place, latency_s) in zip(panels, places, strict=False):
+        mine = [r for r in rows if (r["place"], r["latency_s"]) == (place, latency_s)]
+        _contender_bars(axes, mine, "patches_per_s")
+        axes.set_title("files on disk" if place == "disk" else f"bucket, {latency_s * 1000:.0f} ms a request")
+        axes.set_xlabel("patches/s (log scale)")
+        axes.set_xscale("log")
+    bucket = [r for r in rows if (r["place"], r["latency_s"]) == places[-1] and "times_own_bytes" in r]
+    _contender_bars(panels[-1], bucket, "times_own_bytes")
+    panels[-1].axvline(3.0, color="#333333", linewidth=1, linestyle="--")
+    panels[-1].set_title("bytes / the patch's own bytes, 20 ms")
+    panels[-1].set_xlabel("times (dashed: 3)")
+    figure.suptitle("Patches of 128 cubed from 512 x 512 x 300 (median, bars: least to most)")
+    return figure
+
+
+def _contender_bars(axes: Axes, rows: list[dict[str, Any]], figure_name: str) -> None:
+    from_below = rows[::-1]
+    values = [r[figure_name] for r in from_below]
+    medians = [v["median"] for v in values]
+    spread = [[v["median"] - v["min"] for v in values], [v["max"] - v["median"] for v in values]]
+    names = [r["contender"] for r in from_below]
+    axes.barh(names, medians, xerr=spread, color=[COLOURS[n] for n in names], capsize=2)
+    for place, value in enumerate(medians):
+        axes.annotate(f"{value:.1f}", (value, place), (4, 5), textcoords="offset points", fontsize=8)
+    axes.margins(x=0.18)
+    axes.grid(axis="x", alpha=0.3)
 
 
 def _linear(axes: Axes, sizes: list[int]) -> None:

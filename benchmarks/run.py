@@ -1,6 +1,6 @@
 """All benchmarks, one after the other, then figures and tables.
 
-`python benchmarks/run.py [--quick]`: about three quarters of an hour on two cores, or five minutes
+`python benchmarks/run.py [--quick]`: about an hour on two cores, or five minutes
 with --quick, which writes to
 results/quick so that it never overwrites figures worth quoting.
 """
@@ -23,7 +23,7 @@ def main() -> None:
     quick: bool = parser.parse_args().quick
     folder = RESULTS / "quick" if quick else RESULTS
     failed = []
-    for name in ("loading", "listing", "compose", "checkpoint"):
+    for name in ("loading", "listing", "compose", "checkpoint", "patch_readers"):
         started = time.monotonic()
         command = [sys.executable, str(Path(__file__).with_name(f"{name}.py")), "--out", str(folder / f"{name}.json")]
         # The others still run: a quiet machine is rare, and each result file says by itself what failed.

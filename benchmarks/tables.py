@@ -200,7 +200,74 @@ def _sharded_row(row: dict[str, Any]) -> list[str]:
     ]
 
 
+def _patch_readers(document: dict[str, Any]) -> str:
+    settings = document["settings"]
+    fewer = ", ".join(f"{name} {count}" for name, count in settings["fewer_patches"].items())
+    text = _head("Training patches", "patch_readers", document) + (
+        f"\n{settings['patches']} patches of {settings['patch']} cubed ({fewer}), image and label, at random places of "
+        f"two volumes of {' x '.join(map(str, settings['shape']))} ({settings['volume']}; {settings['label']}), "
+        f"{settings['in_flight']} in flight; median (least to most) of {settings['rounds']} rounds, interleaved, each "
+        f"in a fresh process; load of the machine before: {document['load_before']}. The patch's own bytes are "
+        f"what it takes alone in our format, {settings['own_bytes'] / 1e6:.2f} MB on average; bytes and requests are "
+        "counted by the server, opening the arrays included. Two volumes are few: in a real dataset a cache of this "
+        "size seldom holds what the next patch needs.\n"
+    )
+    names = {"disk": "Files on disk", "bucket": "Bucket (emulator)"}
+    for place, latency_s in dict.fromkeys((r["place"], r["latency_s"]) for r in document["summary"]):
+        added = f", {latency_s * 1000:.0f} ms added to every request" if place == "bucket" else ""
+        text += f"\n### {names[place]}{added}\n\n"
+        rows = [r for r in document["summary"] if (r["place"], r["latency_s"]) == (place, latency_s)]
+        header = ["contender", "patches/s", "CPU a patch, ms", "MB a patch", "times its own bytes", "requests a patch"]
+        text += _table([*header, "peak memory, MiB"], [_patch_row(r) for r in rows])
+    if document["sweep"]:
+        text += (
+            "\n### Chunk size and codec\n\nOur reader, 20 ms added to every request. Encoding and decoding in MB of "
+            "voxels per second of processor time. By plan: image chunks along a Hilbert curve, gaps of 32 KiB "
+            "bridged; the worst is the worst patch of the run.\n\n"
+        )
+        header = ["chunk", "codec", "image, MB", "encode", "decode", "patches/s", "CPU a patch, ms", "times own bytes"]
+        header += ["requests", "worst by plan", "by plan in row order: times own bytes, requests"]
+        text += _table(header, [_layout_row(r) for r in document["sweep"]])
+    return text
+
+
+def _patch_row(row: dict[str, Any]) -> list[str]:
+    start = [_bold(row["contender"])]
+    if "error" in row:
+        return [*start, f"failed: {row['error'].splitlines()[0][:120]}", *[""] * 5]
+    counted = ["", "", ""]
+    if "bytes_per_patch" in row:
+        counted = [f"{row['bytes_per_patch']['median'] / 1e6:.2f}", f"{row['times_own_bytes']['median']:.2f}"]
+        counted.append(f"{row['requests_per_patch']['median']:.1f}")
+    return [
+        *start,
+        _spread(row["patches_per_s"], 1),
+        f"{row['client_cpu_s_per_patch']['median'] * 1000:.0f}",
+        *counted,
+        f"{row['peak_rss_bytes']['median'] / 2**20:,.0f}",
+    ]
+
+
+def _layout_row(row: dict[str, Any]) -> list[str]:
+    plans = {(p["order"], p["gap_bytes"]): p for p in row["by_plan"]}
+    ours, plain = plans["hilbert", 32 * 1024], plans["row", 32 * 1024]
+    return [
+        str(row["chunk"]),
+        row["codec"],
+        f"{row['object_bytes']['image/c/0/0/0/0'] / 1e6:.1f}",
+        f"{row['encode_mb_per_cpu_s']:.0f}",
+        f"{row['decode_mb_per_cpu_s']:.0f}",
+        _spread(row["patches_per_s"], 1),
+        f"{row['client_cpu_s_per_patch']['median'] * 1000:.0f}",
+        f"{row['times_own_bytes']:.2f}",
+        f"{row['requests_per_patch']:.1f}",
+        f"{ours['worst_times_own_bytes']:.2f}",
+        f"{plain['times_own_bytes']:.2f}, {plain['requests']:.1f}",
+    ]
+
+
 _SECTIONS = {"loading": _loading, "listing": _listing, "compose": _compose, "checkpoint": _checkpoint}
+_SECTIONS["patch_readers"] = _patch_readers
 
 
 def _ratio(row: dict[str, Any], ours: dict[str, Any]) -> str:

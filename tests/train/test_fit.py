@@ -285,3 +285,11 @@ def test_told_to_stop_it_says_how_to_go_on(
     assert words in said
     assert "--resume goes on from the last checkpoint" in said
     assert "Traceback" not in said
+
+
+@pytest.mark.parametrize("end", [{"epochs": 3}, {"epochs": 9, "max_minutes": 1e-6}])
+def test_the_end_is_saved_whatever_the_rhythm(data: str, tmp_path: Path, end: dict[str, Any]) -> None:
+    fit(data, tmp_path / "run", checkpoint_every_epochs=2, validation={"every_epochs": 9}, **end)
+    history = json.loads((tmp_path / "run" / "history.json").read_text())
+    saved = torch.load(tmp_path / "run/checkpoints/last.ckpt", weights_only=True)
+    assert saved["global_step"] == history[-1]["step"]

@@ -181,7 +181,7 @@ def test_any_field_may_be_missing_or_null(run: Path, file: str) -> None:
                 if change == "missing":
                     del row[part]
             (run / file).write_text(json.dumps(value))
-            Outline(rendered(run))
+            assert "How to run it again" in Outline(rendered(run)).text
 
 
 @pytest.mark.parametrize("part", ["targets", "mean_dice", "cases", "rule"])
@@ -190,7 +190,7 @@ def test_a_summary_may_lack_parts(run: Path, part: str) -> None:
     value = json.loads(path.read_text(encoding="utf-8"))
     del value[part]
     path.write_text(json.dumps(value))
-    Outline(rendered(run))
+    assert "Every case" in Outline(rendered(run)).text
 
 
 def test_names_are_text_never_markup(run: Path) -> None:

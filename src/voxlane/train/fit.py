@@ -344,6 +344,16 @@ def _place(run: Run) -> tuple[list[dict[str, Any]], str | None]:
     return [entry for entry in history if entry["step"] <= step], where
 
 
+class _Last(ModelCheckpoint):
+    """The checkpoint to go on from; the epoch that a run ends with is saved whatever the rhythm."""
+
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Save where it is time, or the end."""
+        if trainer.should_stop or trainer.current_epoch + 1 == trainer.max_epochs:
+            self._every_n_epochs = 1
+        super().on_train_epoch_end(trainer, pl_module)
+
+
 def _trainer(config: TrainConfig, run: Run, recorder: Recorder, validates: bool, progress: bool) -> pl.Trainer:
     io = AsyncBucketCheckpointIO(run.config)  # before the callbacks, which look their folder up
     callbacks: list[pl.Callback] = [recorder]
@@ -359,7 +369,7 @@ def _trainer(config: TrainConfig, run: Run, recorder: Recorder, validates: bool,
             )
         )
     callbacks.append(
-        ModelCheckpoint(
+        _Last(
             run.checkpoints,
             LAST,
             every_n_epochs=config.checkpoint_every_epochs,

@@ -479,6 +479,3 @@ def _enter_worker() -> None:
 
     torch.set_num_threads(1)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's, which says so once
-
-
-__all__ = ["Outcome", "PrepareConfig", "prepare"]

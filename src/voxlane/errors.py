@@ -30,7 +30,11 @@
     │   ├── LayoutError           no dataset that we know is here
     │   ├── BadCasesError         cases that cannot be trained on
     │   └── PreparedError         a prepared dataset is unfinished, damaged, or another than expected
-    └── RunError                  a training run exists already, is not there, or cannot go on
+    ├── RunError                  a training run exists already, is not there, or cannot go on
+    │   └── NoMemoryError         a device or machine has too little memory for what was asked of it
+    ├── ClusterError              a cluster cannot be reached, or has too little for what was asked of it
+    │   └── LostError             workers, a machine or the head of a cluster went away
+    └── TuneError                 a search cannot start or go on, or found nothing
 
 Every class can be built from one string, because a DataLoader worker's exception is rebuilt in the parent
 from its type and its text.
@@ -174,3 +178,19 @@ class PreparedError(VolumeError):
 
 class RunError(VoxlaneError):
     """A training run exists already, is not there, or cannot go on."""
+
+
+class NoMemoryError(RunError):
+    """A device or machine has too little memory for what was asked of it."""
+
+
+class ClusterError(VoxlaneError):
+    """A cluster cannot be reached, or has too little for what was asked of it."""
+
+
+class LostError(ClusterError):
+    """Workers, a machine or the head of a cluster went away; what was saved is kept."""
+
+
+class TuneError(VoxlaneError):
+    """A search cannot start or go on, or found nothing."""

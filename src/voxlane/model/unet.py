@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from voxlane.volume.plan import Network, Triple
+from voxlane.volume.plan import Network, Norm, Triple
 
 SLOPE = 0.01
 """Of the leaky ReLU below zero."""
@@ -31,7 +32,7 @@ class UNet(nn.Module):
         features, kernels, strides = network.features, network.kernels, network.strides
         entering = (channels, *features[:-1])
         self.down = nn.ModuleList(
-            stage(before, after, network.convs, kernel, stride)
+            stage(before, after, network.convs, kernel, stride, network.norm)
             for before, after, kernel, stride in zip(entering, features, kernels, strides, strict=True)
         )
         # Coarse to fine, in the order of computation.
@@ -40,7 +41,7 @@ class UNet(nn.Module):
             nn.ConvTranspose3d(features[i + 1], features[i], strides[i + 1], strides[i + 1]) for i in rising
         )
         self.merge = nn.ModuleList(
-            stage(2 * features[i], features[i], network.convs, kernels[i], (1, 1, 1)) for i in rising
+            stage(2 * features[i], features[i], network.convs, kernels[i], (1, 1, 1), network.norm) for i in rising
         )
         # Finest first, so that heads.0 is the one that predicts whether or not the others exist.
         supervised = max(1, len(features) - 2) if deep_supervision else 1
@@ -66,17 +67,29 @@ class UNet(nn.Module):
         return logits[::-1] if every else logits[-1]
 
 
-def stage(before: int, after: int, convs: int, kernel: Triple, stride: Triple) -> nn.Sequential:
+def stage(
+    before: int, after: int, convs: int, kernel: Triple, stride: Triple, norm: Norm = "instance"
+) -> nn.Sequential:
     """The convolutions of one resolution, the first of which has the stride."""
     layers: list[nn.Module] = []
     padding = (kernel[0] // 2, kernel[1] // 2, kernel[2] // 2)
     for i in range(convs):
         layers += [
             nn.Conv3d(before if i == 0 else after, after, kernel, stride if i == 0 else 1, padding),
-            nn.InstanceNorm3d(after, affine=True),
+            make_norm(norm, after),
             nn.LeakyReLU(SLOPE, inplace=True),
         ]
     return nn.Sequential(*layers)
+
+
+def make_norm(norm: Norm, features: int) -> nn.Module:
+    """The normalisation of so many channels."""
+    if norm == "batch":
+        return nn.BatchNorm3d(features)
+    if norm == "group":
+        groups = max(1, features // 8)
+        return nn.GroupNorm(math.gcd(groups, features), features)
+    return nn.InstanceNorm3d(features, affine=True)
 
 
 def initialise(module: nn.Module) -> None:

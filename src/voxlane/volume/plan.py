@@ -11,6 +11,7 @@ from voxlane.settings import record
 Triple = tuple[int, int, int]
 Millimetres = Annotated[float, pydantic.Field(gt=0)]
 Voxels = Annotated[int, pydantic.Field(ge=1)]
+Norm = Literal["instance", "batch", "group"]
 
 
 @record
@@ -47,6 +48,9 @@ class Network:
     """Convolution kernels at each resolution (z, y, x)."""
     convs: int = pydantic.Field(default=2, ge=1)
     """Convolutions at each resolution, on the way down and on the way up."""
+    norm: Norm = "instance"
+    """What follows each convolution: instance (nnU-Net's), batch (over a device's own patches) or group (of 8 channels
+    or so)."""
 
     @pydantic.model_validator(mode="after")
     def _check(self) -> Network:

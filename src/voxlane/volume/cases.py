@@ -20,6 +20,7 @@ from voxlane.volume import normalise
 from voxlane.volume.draw import Triple
 from voxlane.volume.grid import Grid
 from voxlane.volume.prepared import Prepared, PreparedCase, case_key, folder
+from voxlane.volume.staged import Staged
 from voxlane.volume.volume_reader import Timing, VolumeReader, Volumes
 
 _OPEN_CASES = 4096
@@ -36,6 +37,8 @@ class Caching:
     """Compressed chunks on disk, for all processes of a machine; None: none."""
     disk_bytes: int = 100 << 30
     """At most so much there."""
+    staged: str | os.PathLike[str] | None = None
+    """Where `voxlane stage` has put a copy of the dataset; what is not there is read from the bucket."""
 
 
 class CaseVolume:
@@ -92,7 +95,10 @@ class Cases:
         self._caching = caching or Caching()
         disk = None if self._caching.folder is None else DiskCache(self._caching.folder, self._caching.disk_bytes)
         self._prefix = folder(uris.parse(prepared.uri).key)
-        self._volumes = Volumes(Store(prepared.uri, prepared.config), memory_bytes=self._caching.ram_bytes, disk=disk)
+        staged = None if self._caching.staged is None else Staged(self._caching.staged, prepared)
+        self._volumes = Volumes(
+            Store(prepared.uri, prepared.config), memory_bytes=self._caching.ram_bytes, disk=disk, staged=staged
+        )
         self.open = lru_cache(_OPEN_CASES)(self._open)
 
     def __getstate__(self) -> dict[str, Any]:

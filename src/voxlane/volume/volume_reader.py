@@ -16,7 +16,7 @@ from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -54,6 +54,13 @@ class Timing:
     """Chunks that came from the disk cache."""
 
 
+class Copy(Protocol):
+    """A copy of the bucket's objects that is nearer; see `volume.staged`."""
+
+    def read(self, key: str, etag: str | None, start: int, stop: int) -> bytes | None:
+        """Bytes `[start, stop)` of that version of an object; None: not here."""
+
+
 class Volumes:
     """What readers of one bucket share. Cheap to build and to pickle: caches and counters stay behind, and a forked
     child starts with empty ones. Safe to use from many threads.
@@ -71,6 +78,7 @@ class Volumes:
         index_bytes: int = 128 * MIB,
         max_gap_bytes: int = 32 * 1024,
         whole_bytes: int = 256 * 1024,
+        staged: Copy | None = None,
     ) -> None:
         """`max_gap_bytes`: chunks closer than this in the object share a request. `whole_bytes`: objects up to this
         size are read whole, in one request instead of an index first and then chunks. `memory_bytes` 0: no cache."""
@@ -81,10 +89,12 @@ class Volumes:
             "index_bytes": index_bytes,
             "max_gap_bytes": max_gap_bytes,
             "whole_bytes": whole_bytes,
+            "staged": staged,
         }
         if min(memory_bytes, index_bytes, max_gap_bytes, whole_bytes) < 0:
             raise ConfigError("Volumes: a size in bytes is below zero")
         self.disk = disk
+        self.staged = staged
         self.max_gap_bytes = max_gap_bytes
         self.whole_bytes = whole_bytes
         self._reset()
@@ -134,6 +144,11 @@ class Volumes:
 
     def _fetch(self, stored: _Object, span: Span, parts: Sequence[Span]) -> memoryview:
         """Bytes of an object; what `parts` name is kept on disk. Runs on the store's threads."""
+        if self.staged is not None:
+            near = self.staged.read(stored.key, stored.etag, span.start, span.stop)
+            if near is not None:
+                self._count(disk_hits=max(1, len(parts)))
+                return memoryview(near)
         uri = self.store.uri(stored.key)
         try:
             body = memoryview(self.store.get(stored.key, span.start, span.stop, etag=stored.etag))

@@ -177,7 +177,8 @@ def _refusal(error: pydantic.ValidationError, cls: type[Any], values: Any, origi
     if first["type"] in ("unexpected_keyword_argument", "extra_forbidden"):
         known = [field for field, _, _ in fields(cls)]
         tops = sorted({field.split(".")[0] for field in known} | set(known))
-        near = difflib.get_close_matches(name, tops, 1, 0.5)
+        near = [field for field in known if field.endswith(f".{name}")][:1]
+        near = near or difflib.get_close_matches(name, tops, 1, 0.5)
         if not near:
             near = difflib.get_close_matches(name.rsplit(".", 1)[-1], tops, 1, 0.5)
         fix = f"Did you mean {near[0]}?" if near else f"There are: {', '.join(tops)}"

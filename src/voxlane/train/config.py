@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import math
 import os
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
@@ -13,7 +15,7 @@ from voxlane.errors import ConfigError
 from voxlane.model.augment import AugmentSettings
 from voxlane.settings import record
 from voxlane.volume.draw import Placement
-from voxlane.volume.plan import Network, Plan, Voxels
+from voxlane.volume.plan import Network, Norm, Plan, Triple, Voxels
 
 
 @record
@@ -23,7 +25,12 @@ class Optimizer:
     name: Literal["sgd", "adamw"] = "sgd"
     """sgd: with Nesterov momentum, nnU-Net's. adamw: Adam with decoupled weight decay."""
     lr: float = pydantic.Field(default=0.01, gt=0)
-    """Learning rate at its highest."""
+    """Learning rate at its highest, for batches of `lr_batch`."""
+    lr_scaling: Literal["none", "linear", "sqrt"] = "none"
+    """How the learning rate follows the batch: none, linear (twice the batch, twice the rate) or sqrt (1.41 times). It
+    follows the batch, never the number of workers, so that a run that goes on with fewer keeps its rate."""
+    lr_batch: int | None = pydantic.Field(default=None, ge=1)
+    """The batch that `lr` is meant for; null: the plan's."""
     momentum: float = pydantic.Field(default=0.99, ge=0, lt=1)
     """sgd: momentum."""
     nesterov: bool = True
@@ -71,6 +78,9 @@ class Loader:
     """A folder to keep chunks in, for all processes of a machine."""
     disk_cache_bytes: int = pydantic.Field(default=100 << 30, ge=1)
     """At most so much there."""
+    staged: str | None = None
+    """A folder into which `voxlane stage` copied the dataset, on every machine; what is not there comes from the
+    bucket."""
 
 
 @record
@@ -89,13 +99,25 @@ class TrainConfig:
     steps_per_epoch: int = pydantic.Field(default=250, ge=1)
     """Steps in an epoch."""
     batch: int | None = pydantic.Field(default=None, ge=1)
-    """Patches a step, over all devices; null: the plan's."""
+    """Patches a step, over all workers; null: the plan's."""
+    batch_per_worker: int | None = pydantic.Field(default=None, ge=1)
+    """Patches a step on each worker that the run begins with, instead of `batch`; their sum is the batch from then on,
+    also when the run goes on with fewer or more workers."""
+    device_batch: int | None = pydantic.Field(default=None, ge=1)
+    """Patches on a device at once; a larger share of the batch is done in parts whose gradients are added up. null: as
+    many as each worker had when the run began; all, where the plan counts Dice over the batch as one (batch_dice),
+    which parts would change."""
     patch: tuple[Voxels, Voxels, Voxels] | None = None
     """Voxels of a patch (z, y, x); null: the plan's."""
     network: Network | None = None
     """The network; null: the plan's."""
     base_features: int | None = pydantic.Field(default=None, ge=1)
     """Channels at the finest resolution, the coarser ones in proportion; null: the plan's."""
+    depth: int | None = pydantic.Field(default=None, ge=2, le=8)
+    """Resolutions of the network; null: the plan's."""
+    norm: Norm | None = None
+    """Normalisation after each convolution: instance, batch or group; null: the network's own, which is instance. batch
+    counts over all GPUs of a run, but on CPUs over each worker's own patches."""
     deep_supervision: bool = True
     """Score the network's coarser resolutions too."""
     loss: Literal["nnunet", "mlperf"] = "nnunet"
@@ -115,7 +137,11 @@ class TrainConfig:
     accelerator: Literal["auto", "cpu", "gpu"] = "auto"
     """Where to train; auto: on GPUs where there are any."""
     devices: int = pydantic.Field(default=1, ge=1)
-    """GPUs, or CPU processes, that share each batch (DDP)."""
+    """GPUs, or CPU processes, of this machine that share each batch. For several machines, or workers that may be lost:
+    voxlane train --workers."""
+    strategy: Literal["ddp", "fsdp"] = "ddp"
+    """How several devices share a model. ddp: each holds it whole. fsdp: weights and optimizer states are spread over
+    them, for networks that are too large for one."""
     precision: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Arithmetic of the network; auto: bfloat16 on GPUs, float32 elsewhere."""
     compile: bool | None = None
@@ -125,6 +151,9 @@ class TrainConfig:
     checkpoint_every_epochs: int = pydantic.Field(default=1, ge=1)
     """Epochs between checkpoints to go on from."""
 
+
+MAX_FEATURES = 320
+"""Channels that nnU-Net gives a 3D network at most."""
 
 PRESETS: Mapping[str, Mapping[str, Any]] = {
     "nnunet": {},
@@ -187,10 +216,59 @@ def merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]
 def network_for(config: TrainConfig, plan: Plan) -> Network:
     """The network that is trained."""
     network = config.network or (Network(kind="mlperf") if config.preset == "mlperf" else plan.network)
-    if config.base_features is None or network.kind == "mlperf":
+    if network.kind == "mlperf":
+        for name in ("depth", "norm"):
+            if getattr(config, name) is not None:
+                raise ConfigError(f"{name}: MLPerf's network is fixed", fix="Leave it out")
         return network
-    first = network.features[0]
-    scaled = tuple(max(1, round(f * config.base_features / first)) for f in network.features)
-    return Network(
-        kind=network.kind, features=scaled, strides=network.strides, kernels=network.kernels, convs=network.convs
+    if config.depth is not None:
+        network = _of_depth(network, config.depth)
+    if config.base_features is not None:
+        first = network.features[0]
+        scaled = tuple(max(1, round(f * config.base_features / first)) for f in network.features)
+        network = dataclasses.replace(network, features=scaled)
+    return dataclasses.replace(network, norm=config.norm) if config.norm is not None else network
+
+
+def _of_depth(network: Network, depth: int) -> Network:
+    """The network with its coarsest resolutions left out, or more of them added as the planner would."""
+    more = depth - len(network.features)
+    if more <= 0:
+        cut = {name: getattr(network, name)[:depth] for name in ("features", "strides", "kernels")}
+        return dataclasses.replace(network, **cut)
+    features = network.features
+    for _ in range(more):
+        features = (*features, max(features[-1], min(2 * features[-1], MAX_FEATURES)))
+    halved: Triple = (2, 2, 2)
+    return dataclasses.replace(
+        network,
+        features=features,
+        strides=(*network.strides, *[halved] * more),
+        kernels=(*network.kernels, *[network.kernels[-1]] * more),
     )
+
+
+def learning_rate(config: TrainConfig, plan: Plan) -> float:
+    """The highest learning rate, for the batch that is trained with."""
+    how = config.optimizer
+    ratio = (config.batch or plan.batch) / (how.lr_batch or plan.batch)
+    return how.lr * {"none": 1.0, "linear": ratio, "sqrt": math.sqrt(ratio)}[how.lr_scaling]
+
+
+def with_batch(config: TrainConfig, plan: Plan, ranks: int) -> TrainConfig:
+    """The config with its batch settled, for a run that begins on so many ranks."""
+    if config.batch is not None and config.batch_per_worker is not None:
+        raise ConfigError("batch and batch_per_worker say the same thing twice", fix="Leave one of them out")
+    each = config.batch_per_worker
+    return dataclasses.replace(config, batch=each * ranks if each else config.batch or plan.batch)
+
+
+def share_of(batch: int, ranks: int) -> int:
+    """Patches of a batch on each rank."""
+    if batch % ranks:
+        below = max(n for n in range(1, ranks) if batch % n == 0)
+        raise ConfigError(
+            f"batch: {batch} patches do not share out evenly over {ranks} workers",
+            fix=f"Give batch={-(-batch // ranks) * ranks}, or {below} worker{'s' if below > 1 else ''}",
+        )
+    return batch // ranks

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 import resource
 import shutil
@@ -79,6 +80,7 @@ class Recorder(pl.Callback):
         self._losses: list[torch.Tensor] = []
         self._loss_read, self._loss_read_at = math.nan, 0
         self._steps = 0
+        self._patches, self._order = 0, 0
         self._validate_every = validate_every
         self._board: Board | None = None
 
@@ -95,14 +97,18 @@ class Recorder(pl.Callback):
         trainer.check_val_every_n_epoch = 1 if last else self._validate_every
         self._epoch_began, self._epoch_waited = time.perf_counter(), self._loader.waited_s
         self._losses, self._loss_read_at = [], 0
+        self._patches, self._order = 0, 0
         self._epoch_speed = None
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Keep the loss, without waiting for the device."""
+        """Keep the loss, without waiting for the device, and an account of the patches."""
         self._losses.append(outputs["loss"].detach())
         self._steps += 1
+        positions = batch["position"].tolist()
+        self._patches += len(positions)
+        self._order += sum(mark(trainer.current_epoch, trainer.global_step, position) for position in positions)
 
     def speed(self) -> tuple[float, float]:
         """Patches a second over all ranks and the share of time spent waiting for them, in this epoch so far,
@@ -131,7 +137,8 @@ class Recorder(pl.Callback):
         """One more line of history."""
         assert isinstance(pl_module, Segmenter)
         losses = torch.stack(self._losses) if self._losses else torch.zeros(1)
-        loss = _mean_over_ranks(losses.mean().float())
+        every = gathered((float(losses.mean()), self._patches, self._order))
+        loss = sum(part[0] for part in every) / len(every)
         validated = bool(pl_module.validated)
         patches_per_s, wait_share = self.speed()
         by_target = mean_dice(pl_module.validated, pl_module.description.targets) if validated else None
@@ -147,6 +154,9 @@ class Recorder(pl.Callback):
             "patches_per_s": patches_per_s,
             "wait_share": wait_share,
             "memory_bytes": peak_memory_bytes(pl_module.device),
+            "ranks": len(every),
+            "patches": sum(part[1] for part in every),
+            "order": f"{sum(part[2] for part in every) % (1 << 64):016x}",
         }
         self.history.append(entry)
         self._write_stall(trainer, pl_module)
@@ -157,7 +167,7 @@ class Recorder(pl.Callback):
             self._draw(pl_module, trainer.global_step)
             self._board.publish()
             if self._lines:
-                print(_line(entry, trainer.max_epochs), flush=True)
+                print(line(entry, trainer.max_epochs), flush=True)
         pl_module.validated, pl_module.drawn = {}, []
 
     def _draw(self, module: Segmenter, step: int) -> None:
@@ -184,10 +194,7 @@ class Recorder(pl.Callback):
             "parts": parts,
             "traffic": self._stream.traffic(),
         }
-        every: list[Any] = [mine]
-        if dist.is_available() and dist.is_initialized():
-            every = [None] * dist.get_world_size()
-            dist.all_gather_object(every, mine)
+        every = gathered(mine)
         ranks = len(every)
         mean = LoaderTime(*(sum(getattr(r["loader"], f) for r in every) / ranks for f in LoaderTime.__annotations__))
         on_gpu = module.watches["step"].device.type == "cuda"
@@ -207,7 +214,8 @@ class Recorder(pl.Callback):
         return report
 
 
-def _line(entry: dict[str, Any], epochs: int | None) -> str:
+def line(entry: dict[str, Any], epochs: int | None) -> str:
+    """An epoch, for people."""
     dice = "" if entry["mean_dice"] is None else f", dice {entry['mean_dice']:.3f}"
     return (
         f"epoch {entry['epoch'] + 1} of {epochs}: loss {entry['loss']:.3f}{dice}, "
@@ -223,12 +231,19 @@ def peak_memory_bytes(device: torch.device) -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
-def _mean_over_ranks(value: torch.Tensor) -> float:
+def gathered(mine: Any) -> list[Any]:
+    """What each rank gives, by rank."""
+    every: list[Any] = [mine]
     if dist.is_available() and dist.is_initialized():
-        value = value.clone()
-        dist.all_reduce(value)
-        value /= dist.get_world_size()
-    return float(value)
+        every = [None] * dist.get_world_size()
+        dist.all_gather_object(every, mine)
+    return every
+
+
+def mark(epoch: int, step: int, position: int) -> int:
+    """A number for a patch's part in a step. The sum over an epoch is the same on any number of ranks, and another if
+    a patch is left out, taken twice or in another step."""
+    return int.from_bytes(hashlib.blake2b(f"{epoch}/{step}/{position}".encode(), digest_size=8).digest())
 
 
 def _sum(parts: list[Traffic]) -> Traffic:

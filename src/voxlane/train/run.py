@@ -4,6 +4,7 @@ RUN/run.json            the command, the config, the plan and description it was
 RUN/history.json        one entry an epoch
 RUN/stall.json          where the time went
 RUN/checkpoints/        last.ckpt and best.ckpt
+RUN/done.json           written when the run has ended by itself and its last checkpoint is there
 RUN/tensorboard/        event files
 RUN/evaluation/<name>/  scores, masks and overlays
 RUN/report.html
@@ -62,9 +63,13 @@ class Run:
         try:
             self.store.put(self.key("run.json"), body, if_absent=True)
         except AlreadyExistsError:
-            raise RunError(
-                "a run is here already", uri=self.where, fix="Go on with it (--resume), or choose another --run"
-            ) from None
+            raise self.here_already() from None
+
+    def here_already(self) -> RunError:
+        """What to raise where a run would be written over."""
+        return RunError(
+            "a run is here already", uri=self.where, fix="Go on with it (--resume), or choose another --run"
+        )
 
     def update(self, facts: dict[str, Any]) -> None:
         """Write run.json anew."""
@@ -99,9 +104,13 @@ class Run:
 
     @property
     def done(self) -> bool:
-        """Whether it has done all its epochs."""
-        history: list[dict[str, Any]] = (self.read_json("history.json") or []) if self.begun else []
-        return bool(history) and bool(history[-1]["epoch"] + 1 >= self.facts()["config"]["epochs"])
+        """Whether it came to its end, after its last epoch or by early_stop, and was saved there."""
+        ended = self.read_json("done.json")
+        return ended is not None and bool(ended["of"] >= self.facts()["config"]["epochs"])
+
+    def end(self, epochs: int, of: int) -> None:
+        """Note that the run ended after so many of its epochs, its checkpoints published."""
+        self.write_json("done.json", {"epochs": epochs, "of": of})
 
     def read_json(self, name: str) -> Any:
         """A JSON file of this run, or None."""

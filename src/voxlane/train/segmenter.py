@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable
 from typing import Any
@@ -16,7 +17,7 @@ from voxlane.model.augment import Augment
 from voxlane.model.loss import DiceCE
 from voxlane.model.networks import build, check_patch
 from voxlane.model.windows import predict_windows, to_mask
-from voxlane.train.config import Optimizer, TrainConfig, network_for
+from voxlane.train.config import Optimizer, TrainConfig, learning_rate, network_for
 from voxlane.train.timing import Stopwatch
 from voxlane.volume.description import Description
 from voxlane.volume.plan import Plan
@@ -31,8 +32,20 @@ class Segmenter(pl.LightningModule):
     it would have computed without the pause.
     """
 
-    def __init__(self, config: TrainConfig, plan: Plan, description: Description, total_steps: int) -> None:
+    def __init__(
+        self,
+        config: TrainConfig,
+        plan: Plan,
+        description: Description,
+        total_steps: int,
+        *,
+        ranks: int = 1,
+        parts: int = 1,
+    ) -> None:
+        """`parts`: how many a rank's share of a batch is done in, one after another."""
         super().__init__()
+        self.ranks = ranks
+        self.parts = parts
         self.settings = config
         self.plan = plan
         self.description = description
@@ -45,7 +58,8 @@ class Segmenter(pl.LightningModule):
             self.network = build(
                 network, len(description.channels), description.outputs, deep_supervision=config.deep_supervision
             )
-        if config.channels_last:  # here, before DDP lays its buckets out
+        self.sharded = config.strategy == "fsdp" and ranks > 1
+        if config.channels_last and not self.sharded:  # before DDP lays its buckets out; FSDP takes no such weights
             self.network.to(memory_format=torch.channels_last_3d)  # type: ignore[call-overload]
         self.loss = DiceCE.of(description, batch_dice=plan.batch_dice, recipe=config.loss)
         self.augment = Augment(config.augment, self.patch)
@@ -56,6 +70,7 @@ class Segmenter(pl.LightningModule):
         """Volumes of the last validation to draw, on this rank."""
         self._counted: list[tuple[int, Any]] = []
         self.watches: dict[str, Stopwatch] = {}
+        self._predicting = self.network
 
     def on_fit_start(self) -> None:
         """Compile for the device."""
@@ -65,7 +80,7 @@ class Segmenter(pl.LightningModule):
         if self.settings.compile if self.settings.compile is not None else on_gpu:
             # Small patches leave a GPU waiting for its next kernel; replaying recorded steps (CUDA graphs) took a step
             # of 8 patches of 40 x 56 x 40 on an H200 from 20 to 8 ms. Across ranks the reducer's hooks forbid it.
-            recorded = on_gpu and self.settings.devices == 1
+            recorded = on_gpu and self.ranks == self.parts == 1
             self._step = torch.compile(self._loss_of, mode="reduce-overhead" if recorded else None)
 
     # -- training ------------------------------------------------------------------------------------------------
@@ -77,7 +92,7 @@ class Segmenter(pl.LightningModule):
         with self.watches["augment"]():
             image, label = self.augment(batch["image"], batch["label"], batch["seed"].cpu())
         self.watches["step"].start()
-        return {"image": image, "label": label}
+        return {**batch, "image": image, "label": label}
 
     def transfer_batch_to_device(self, batch: Batch, device: torch.device, dataloader_idx: int) -> Batch:
         """Image and label go to the device; seeds stay, and so do volumes, of which windows go one by one."""
@@ -88,8 +103,26 @@ class Segmenter(pl.LightningModule):
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         """Dice and cross-entropy of a batch of patches."""
-        # A copy, because the next recorded step writes over its results.
-        return self._step(batch["image"], batch["label"]).clone()
+        if self.parts == 1:
+            # A copy, because the next recorded step writes over its results.
+            return self._step(batch["image"], batch["label"]).clone()
+        # Lightning's own accumulation counts batches, so that steps, epochs and schedules would depend on it. Here a
+        # batch stays one step: all parts but the last are gone through backwards at once. They do so within DDP's
+        # forward, before it expects gradients, so it sums over ranks only once, with the last part.
+        images, labels = batch["image"].chunk(self.parts), batch["label"].chunk(self.parts)
+        self.optimizers(use_pl_optimizer=False).zero_grad()  # type: ignore[union-attr]
+        done: Tensor | float = 0.0
+        for image, label in zip(images, labels, strict=True):
+            loss = self._step(image, label) * (len(image) / len(batch["image"]))
+            if image is not images[-1]:
+                self.trainer.strategy.backward(loss, None)
+                done = done + loss.detach()
+        return loss + done
+
+    def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Any) -> None:
+        """Lightning's place for it is after the forward pass, when the first parts' gradients are there already."""
+        if self.parts == 1:
+            optimizer.zero_grad()
 
     def _loss_of(self, image: Tensor, label: Tensor) -> Tensor:
         loss: Tensor = self.loss(self.network(image), label)
@@ -101,7 +134,7 @@ class Segmenter(pl.LightningModule):
 
     def configure_optimizers(self) -> Any:
         """The optimizer and its schedule, stepped after every batch."""
-        how = self.settings.optimizer
+        how = dataclasses.replace(self.settings.optimizer, lr=learning_rate(self.settings, self.plan))
         # One kernel for all parameters; it cannot clip gradients that float16's scaler still holds scaled.
         fused = self.device.type == "cuda" and self.settings.precision != "float16"
         optimizer = make_optimizer(how, self.network, fused=fused)
@@ -121,6 +154,42 @@ class Segmenter(pl.LightningModule):
         else:
             torch.nn.utils.clip_grad_norm_(self.network.parameters(), gradient_clip_val)
 
+    # -- checkpoints ---------------------------------------------------------------------------------------------
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Tensors are kept in their own order, whatever it is in memory: sharding scrambles others when it loads
+        them."""
+        state: dict[str, Tensor] = checkpoint["state_dict"]
+        checkpoint["state_dict"] = {name: tensor.contiguous() for name, tensor in state.items()}
+        for saved in checkpoint["optimizer_states"]:
+            for held in saved.get("state", {}).values():
+                held |= {name: value.contiguous() for name, value in held.items() if isinstance(value, Tensor)}
+
+    def on_train_start(self) -> None:
+        """Loaded optimizer states go back to the order of their weights, which fused kernels count on."""
+        optimizer: Any = self.optimizers(use_pl_optimizer=False)
+        for weight, held in optimizer.state.items():
+            for name, value in held.items():
+                if isinstance(value, Tensor) and value.shape == weight.shape and value.stride() != weight.stride():
+                    held[name] = torch.empty_like(weight).copy_(value)
+
+    # -- sharded weights -----------------------------------------------------------------------------------------
+
+    def configure_model(self) -> None:
+        """Spread the network's weights over the ranks, where the strategy is to; stage by stage, so that only one is
+        whole at a time."""
+        if not self.sharded:
+            return
+        from torch.distributed.fsdp import FSDPModule, fully_shard
+
+        if isinstance(self.network, FSDPModule):
+            return
+        mesh = self.device_mesh["data_parallel"]  # type: ignore[index]
+        for part in self.network.children():
+            for stage in part if isinstance(part, torch.nn.ModuleList) else [part]:
+                fully_shard(stage, mesh=mesh)
+        fully_shard(self.network, mesh=mesh)
+
     # -- validation ----------------------------------------------------------------------------------------------
 
     def on_validation_epoch_start(self) -> None:
@@ -128,12 +197,28 @@ class Segmenter(pl.LightningModule):
         self._counted, self.drawn = [], []
         if self.watches:
             self.watches["validate"].start()
+        self._predicting = self._whole() if self.sharded else self.network
+
+    def _whole(self) -> torch.nn.Module:
+        """The network with all its weights on this rank: each predicts other volumes, of so many windows, and sharded
+        weights are only there while all ranks compute alike."""
+        description = self.description
+        network = build(
+            network_for(self.settings, self.plan),
+            len(description.channels),
+            description.outputs,
+            deep_supervision=False,
+        ).to(self.device)
+        network.load_state_dict(
+            {k: getattr(v, "full_tensor", lambda v=v: v)() for k, v in self.network.state_dict().items()}
+        )
+        return network.eval()
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
         """Predict a whole volume and count its hits and misses."""
         how = self.settings.validation
         logits = predict_windows(
-            self.network,
+            self._predicting,
             batch["image"],
             self.patch,
             overlap=how.overlap,
@@ -160,6 +245,7 @@ class Segmenter(pl.LightningModule):
         by_target = mean_dice(self.validated, targets)
         found = [dice for dice in by_target.values() if not math.isnan(dice)]
         self.log("dice", sum(found) / len(found) if found else 0.0, prog_bar=True, rank_zero_only=False)
+        self._predicting = self.network
         if self.watches:
             self.watches["validate"].stop()
 

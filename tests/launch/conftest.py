@@ -1,0 +1,89 @@
+"""One Ray cluster of three nodes for all tests, and a run on one process to compare with."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.train.test_fit import fold_with_cases
+from tests.volume import made
+from voxlane.train.fit import train
+from voxlane.volume.prepared import Prepared
+
+NETWORK = {"features": [4, 8], "strides": [[1, 1, 1], [2, 2, 2]], "kernels": [[3, 3, 3], [3, 3, 3]]}
+TINY: dict[str, Any] = {
+    "epochs": 4,
+    "steps_per_epoch": 12,
+    "batch": 6,
+    "network": NETWORK,
+    "validation": {"every_epochs": 2, "images": 0},
+    # Not Adam: it makes steps of full length out of gradients that are zero but for rounding.
+    "optimizer": {"name": "sgd", "lr": 0.01},
+    "loader": {"in_flight": 3},
+}
+NODE = {"num_cpus": 2, "object_store_memory": 100 << 20}
+
+
+@pytest.fixture(scope="session")
+def ray_nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """Three nodes of two CPUs each, on this machine."""
+    from voxlane.launch.cluster import set_defaults
+
+    set_defaults()
+    from ray.cluster_utils import Cluster
+
+    cluster = Cluster(initialize_head=True, head_node_args={**NODE, "include_dashboard": False})
+    for _ in range(2):
+        cluster.add_node(**NODE)
+    cluster.wait_for_nodes()
+    yield cluster
+    cluster.shutdown()
+
+
+@pytest.fixture(scope="session")
+def ray_data(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict[str, Any]]:
+    """A prepared dataset, and what to train on it."""
+    root = tmp_path_factory.mktemp("launch")
+    made.prepared(made.save(root / "scans", made.kits()), str(root / "data"))
+    fold = fold_with_cases(Prepared.load(str(root / "data")))
+    return str(root / "data"), {**TINY, "fold": fold}
+
+
+@pytest.fixture(scope="session")
+def straight(ray_data: tuple[str, dict[str, Any]], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The run on one process, without a pause."""
+    data, said = ray_data
+    run = tmp_path_factory.mktemp("straight") / "run"
+    train(data, str(run), said, progress=False)
+    return run
+
+
+def history(run: Path | str) -> list[dict[str, Any]]:
+    try:
+        found: list[dict[str, Any]] = json.loads((Path(run) / "history.json").read_text())
+    except FileNotFoundError:
+        return []
+    return found
+
+
+def attempts(run: Path | str) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = json.loads((Path(run) / "workers.json").read_text())
+    return found
+
+
+def assert_same_run(ours: Path | str, theirs: Path | str) -> None:
+    """Every patch once, in the same step, and the same weights but for the rounding of sums in another order."""
+    one, two = history(ours), history(theirs)
+    for name in ("epoch", "step", "patches", "order"):
+        assert [entry[name] for entry in one] == [entry[name] for entry in two], name
+    for mine, other in zip(one, two, strict=True):
+        assert mine["loss"] == pytest.approx(other["loss"], abs=1e-4)
+    a, b = (torch.load(f"{run}/checkpoints/last.ckpt", weights_only=True)["state_dict"] for run in (ours, theirs))
+    assert a.keys() == b.keys()
+    for name in a:
+        torch.testing.assert_close(a[name], b[name], rtol=1e-3, atol=1e-4, msg=lambda text, n=name: f"{n}: {text}")

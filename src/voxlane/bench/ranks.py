@@ -98,7 +98,8 @@ def _group(accelerator: str, rendezvous: str, local_rank: int, rank: int, num_ra
     try:
         yield device
     finally:
-        dist.destroy_process_group()
+        if dist.is_initialized():  # training ends its group itself
+            dist.destroy_process_group()
 
 
 def _main(
@@ -109,7 +110,8 @@ def _main(
             result = work(device, *arguments)
             if rank == 0:
                 Path(folder, "result").write_bytes(pickle.dumps(result))
-            gather(None)
+            if dist.is_initialized():
+                gather(None)
     except VoxlaneError as error:
         Path(folder, f"failure-{rank}").write_bytes(pickle.dumps(error))
         raise SystemExit(1) from None

@@ -1,4 +1,4 @@
-"""What a checkpoint benchmark found: a table, a result file and a plot."""
+"""What a checkpoint benchmark found: a table, a result file and a plot; and what every benchmark says of itself."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import platform
 import re
 import statistics
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
@@ -40,10 +40,10 @@ def document(setting: Setting, outcome: Outcome) -> dict[str, Any]:
     return {
         "benchmark": "voxlane bench checkpoint",
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "commit": _commit(),
-        "hardware": _hardware(),
+        "commit": commit(),
+        "hardware": hardware(),
         "python": platform.python_version(),
-        "versions": {name: version for name in _LIBRARIES if (version := _version(name))},
+        "versions": versions(_LIBRARIES),
         "setting": {**setting.to_json(), "device": outcome.device},
         "checkpoint_bytes": outcome.checkpoint_bytes,
         "summary": _summary(outcome),
@@ -65,13 +65,15 @@ def table(result: dict[str, Any]) -> str:
     return "\n".join(_line(row, widths) for row in rows)
 
 
-def save(result: dict[str, Any], out: Path, *, plot: bool) -> list[Path]:
-    """Write the result file and, beside it, the plot; returns what was written."""
+def save(
+    result: dict[str, Any], out: Path, *, plot: bool, draw: Callable[[dict[str, Any], Path], None] | None = None
+) -> list[Path]:
+    """Write the result file and, beside it, the plot that `draw` makes; returns what was written."""
     out.write_text(json.dumps(result, indent=1) + "\n")
     if not plot:
         return [out]
     picture = out.with_suffix(".png")
-    _draw(result, picture)
+    (draw or _draw)(result, picture)
     return [out, picture]
 
 
@@ -127,14 +129,15 @@ def _draw(result: dict[str, Any], path: Path) -> None:
         axes.margins(y=0.15)
     megabytes = result["checkpoint_bytes"] / 1e6
     figure.suptitle(f"{setting['format']} checkpoint, {megabytes:,.0f} MB, {setting['num_ranks']} ranks")
-    hardware = result["hardware"]
-    figure.text(0.5, 0.01, f"{hardware['cpu']}, {hardware['cores']} cores", ha="center", fontsize=7)
+    machine = result["hardware"]
+    figure.text(0.5, 0.01, f"{machine['cpu']}, {machine['cores']} cores", ha="center", fontsize=7)
     figure.tight_layout(rect=(0, 0.03, 1, 1))
     figure.savefig(path, dpi=120)
     plt.close(figure)
 
 
-def _hardware() -> dict[str, Any]:
+def hardware() -> dict[str, Any]:
+    """The machine this runs on."""
     import torch
 
     info = Path("/proc/cpuinfo")
@@ -147,6 +150,11 @@ def _hardware() -> dict[str, Any]:
     return facts
 
 
+def versions(names: Sequence[str]) -> dict[str, str]:
+    """Of those packages that are installed."""
+    return {name: version for name in names if (version := _version(name))}
+
+
 def _version(name: str) -> str | None:
     try:
         return metadata.version(name)
@@ -154,7 +162,7 @@ def _version(name: str) -> str | None:
         return None
 
 
-def _commit() -> str | None:
+def commit() -> str | None:
     """The commit of the source tree this runs from; None when it was installed."""
     command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short=12", "HEAD"]
     try:

@@ -272,3 +272,14 @@ def test_a_run_without_a_checkpoint(root: Path, scan: str, call: Any, tmp_path: 
         assert status == 1
         assert "the run has no checkpoint yet" in err
     assert Store(str(run)).exists(f"{str(run).lstrip('/')}/run.json")
+
+
+def test_a_config_in_a_bucket(tmp_path: Path) -> None:
+    from voxlane.cli.segmentation import read_config
+
+    (tmp_path / "best.yaml").write_text("optimizer: {lr: 0.5}\n")
+    assert (
+        read_config(f"file://{tmp_path}/best.yaml")
+        == read_config(f"{tmp_path}/best.yaml")
+        == {"optimizer": {"lr": 0.5}}
+    )

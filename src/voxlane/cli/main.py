@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 
 from voxlane.bench import command as bench
-from voxlane.cli import checkpoint, segmentation
+from voxlane.cli import checkpoint, segmentation, slurm, stage, tune
 from voxlane.cli.store_options import add_store_options, human, store_config
 from voxlane.errors import VoxlaneError
 
@@ -20,8 +20,10 @@ emulators: --endpoint, the [store] table of a --config file, or STORAGE_EMULATOR
 examples:
   voxlane prepare gs://my-bucket/kits19 gs://my-bucket/kits19-prepared
   voxlane train gs://my-bucket/kits19-prepared --run gs://my-bucket/run1
+  voxlane tune space.yaml gs://my-bucket/kits19-prepared --run gs://my-bucket/search1
   voxlane evaluate gs://my-bucket/run1 && voxlane report gs://my-bucket/run1
   voxlane predict gs://my-bucket/run1 scan.nii.gz -o masks
+  voxlane slurm submit --nodes 2 --gpus-per-node 4 -- train gs://my-bucket/kits19-prepared --run gs://my-bucket/run2
   voxlane ls gs://my-bucket/kits19/ --match '*.nii.gz'     what is there
   voxlane ls s3://my-bucket/scans/ --save scans.parquet    a manifest for training, pinned to versions
   voxlane checkpoint latest gs://my-bucket/run1            the newest checkpoint that is whole
@@ -34,17 +36,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     # Read when torch is loaded. Threads that spin while they wait for each other take the processor from those that
     # fetch and decode patches, and from everything else on the machine: measured, 4 times slower steps.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    parser = _parser()
-    options, rest = parser.parse_known_args(arguments)
-    # argparse gives up on words that come after an option; commands that take any number say where they go.
-    taker: str = getattr(options, "rest", "")
-    if rest and (not taker or any(word.startswith("-") for word in rest)):
-        hint = " (config fields are written field=value)" if taker else ""
-        parser.error(f"unrecognized arguments: {' '.join(rest)}{hint}")
-    if rest:
-        setattr(options, taker, [*getattr(options, taker), *rest])
+    options = parse(arguments)
     if options.run is None:
-        parser.print_help()
+        _parser().print_help()
         return 0
     try:
         status: int = options.run(options)
@@ -61,6 +55,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 130
 
 
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """The options of a command; a wrong one ends the process with the command's usage."""
+    parser = _parser()
+    options, rest = parser.parse_known_args(arguments)
+    # argparse gives up on words that come after an option; commands that take any number say where they go.
+    taker: str = getattr(options, "rest", "")
+    if rest and (not taker or any(word.startswith("-") for word in rest)):
+        hint = " (config fields are written field=value)" if taker else ""
+        parser.error(f"unrecognized arguments: {' '.join(rest)}{hint}")
+    if rest:
+        setattr(options, taker, [*getattr(options, taker), *rest])
+    return options
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="voxlane",
@@ -72,8 +80,11 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"voxlane {_version()}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND")
     segmentation.add_parsers(commands)
+    tune.add_parser(commands)
     _add_ls(commands)
     _add_clean(commands)
+    stage.add_parser(commands)
+    slurm.add_parser(commands)
     checkpoint.add_parser(commands)
     _add_emulator(commands)
     bench.add_parser(commands, add_store_options, store_config)

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
+import os
 import re
 import sys
+import tempfile
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -52,7 +55,8 @@ as NIfTI. A SCAN is a NIfTI file, a folder of one DICOM series, or one file a ch
 
 _REPORT = """\
 Write RUN/report.html, one self-contained page: what was trained on what, curves, accuracy by class and case, the worst
-cases' overlays, where the time went, the exact command and config."""
+cases' overlays, where the time went, the exact command and config. RUN may be a search (voxlane tune), also one that is
+still running: the best trial, every trial by its fields, which fields matter, when and where each ran."""
 
 
 def add_parsers(commands: Commands[argparse.ArgumentParser]) -> None:
@@ -90,12 +94,31 @@ def _add_config(parser: argparse.ArgumentParser, load: Any) -> None:
     parser.add_argument("--no-progress", action="store_true", help="no progress bars")
 
 
-def _said(options: argparse.Namespace, overrides: Sequence[str]) -> tuple[dict[str, Any], StoreConfig]:
-    """Config values of file and overrides, and how to reach buckets."""
+def read_config(path: str) -> dict[str, Any]:
+    """The values of a config file, which may lie in a bucket, as a search's best.yaml does."""
+    from voxlane import settings
+
+    if "://" not in path:
+        return settings.read_file(path)
+    from voxlane import uri as uris
+    from voxlane.store import Store
+
+    with tempfile.NamedTemporaryFile(suffix=os.path.splitext(path)[1]) as copy:
+        copy.write(bytes(Store(path).get(uris.parse(path).key)))
+        copy.flush()
+        return settings.read_file(copy.name)
+
+
+def _said(
+    options: argparse.Namespace, overrides: Sequence[str], values: dict[str, Any] | None = None
+) -> tuple[dict[str, Any], StoreConfig]:
+    """Config values of file and overrides, and how to reach buckets; `values` are those of the file where it has been
+    read."""
     from voxlane import settings
     from voxlane.store import StoreConfig
 
-    values = settings.read_file(options.config) if options.config else {}
+    if values is None:
+        values = read_config(options.config) if options.config else {}
     for override in overrides:
         settings.set_dotted(values, override)
     part = values.pop("store", None) or {}
@@ -187,32 +210,92 @@ def _add_train(commands: Commands[argparse.ArgumentParser]) -> None:
         "  voxlane train gs://work/kits19 --run gs://work/runs/first\n"
         "  voxlane train prepared --run runs/small preset=small epochs=20\n"
         "  voxlane train prepared --run runs/first --resume\n"
-        "  voxlane train prepared --run runs/cv --folds all          one run a fold: runs/cv/fold_0, ...",
+        "  voxlane train prepared --run runs/cv --folds all          one run a fold: runs/cv/fold_0, ...\n"
+        "  voxlane train gs://work/kits19 --run gs://work/runs/wide --workers 8 --nodes 2 --address auto",
     )
     parser.add_argument("data", metavar="DATA", help="URI or folder of the prepared dataset")
     parser.add_argument("overrides", metavar="field=value", nargs="*", default=[], help="config fields")
     parser.add_argument("--run", dest="run_uri", metavar="RUN", required=True, help="URI or folder for the run")
     parser.add_argument("--resume", action="store_true", help="go on from the run's last checkpoint, exactly")
+    parser.add_argument(
+        "--auto-resume",
+        action="store_true",
+        help="go on if the run was begun, start it if not, do nothing if it is done; for jobs that are started again",
+    )
     parser.add_argument("--folds", metavar="LIST", help="all, or numbers such as 0,2: one run each, RUN/fold_N")
+    _add_workers(parser)
     _add_config(parser, _load_train)
     parser.set_defaults(run=_train, rest="overrides")
 
 
-def _train(options: argparse.Namespace) -> int:
+def _add_workers(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group(
+        "on a Ray cluster",
+        "With --workers (or --address) the run is shared by that many workers, on machines of a cluster or on a local "
+        "Ray that is started for it. A worker or machine that is lost costs the epoch it was in; the batch stays what "
+        "it is on any number of workers. RUN/workers.json tells which rank ran where.",
+    )
+    group.add_argument("--workers", metavar="N", type=int, help="workers that share each batch")
+    group.add_argument("--nodes", metavar="M", type=int, help="on exactly M machines, N/M workers on each")
+    group.add_argument(
+        "--min-workers",
+        metavar="K",
+        type=int,
+        help="begin and go on with as few as K if no more fit (default: begin with N)",
+    )
+    group.add_argument("--cpus-per-worker", metavar="C", type=float, default=1.0, help="CPUs of each (default 1)")
+    group.add_argument(
+        "--gpus-per-worker", metavar="G", type=float, help="GPUs of each (default: 1 where the cluster has any)"
+    )
+    group.add_argument(
+        "--address", metavar="HOST:PORT", help="a cluster that is there; auto: the one this machine belongs to"
+    )
+
+
+def _trainer(options: argparse.Namespace) -> Any:
+    """What trains: here, or on a Ray cluster."""
     from voxlane.train.fit import train
+
+    if options.workers is None and options.address is None:
+        for name in ("nodes", "min_workers", "gpus_per_worker"):
+            if getattr(options, name) is not None:
+                raise ConfigError(f"--{name.replace('_', '-')} is for a Ray cluster", fix="Give --workers too")
+        return train
+    from voxlane.launch.elastic import train_on_ray
+
+    return functools.partial(
+        train_on_ray,
+        workers=options.nodes or 1 if options.workers is None else options.workers,
+        nodes=options.nodes,
+        min_workers=options.min_workers,
+        cpus_per_worker=options.cpus_per_worker,
+        gpus_per_worker=options.gpus_per_worker,
+        address=options.address,
+    )
+
+
+def _train(options: argparse.Namespace) -> int:
+    from voxlane.cli.distmis import in_our_words
+    from voxlane.train import ranks
     from voxlane.train.run import Run
     from voxlane.volume.prepared import Prepared
 
+    values = read_config(options.config) if options.config else {}
+    values = in_our_words(values, options, options.config)
+    train = _trainer(options)
     (data,), overrides = _words([options.data, *options.overrides], "DATA")
-    said, config = _said(options, overrides)
+    said, config = _said(options, overrides, values)
     targets = [(options.run_uri, said)]
     if options.folds is not None:
         folds = _folds(options.folds, Prepared.load(data, config))
         targets = [(f"{options.run_uri.rstrip('/')}/fold_{n}", {**said, "fold": n}) for n in folds]
+    first = ranks.of_environment().rank == 0
+    again = options.auto_resume or (options.resume and options.folds is not None)
     for uri, values in targets:
         run = Run(uri, config)
-        if options.folds is not None and options.resume and run.done:
-            print(f"run: {uri} (done before)")
+        if again and run.done:
+            if first:
+                print(f"run: {uri} (done before)")
             continue
         try:
             report = train(
@@ -220,16 +303,18 @@ def _train(options: argparse.Namespace) -> int:
                 uri,
                 values,
                 config,
-                resume=options.resume and (options.folds is None or run.begun),
+                resume=run.begun if again else options.resume,
                 command=["voxlane", *sys.argv[1:]],
                 progress=False if options.no_progress else None,
             )
         except KeyboardInterrupt:
             print("voxlane: interrupted; --resume goes on from the last checkpoint", file=sys.stderr)
             return 130
-        print(_stall_lines(report))
-        print(f"run: {uri}")
-    print(f"next: voxlane evaluate {options.run_uri}")
+        if first:
+            print(_stall_lines(report))
+            print(f"run: {uri}")
+    if first:
+        print(f"next: voxlane evaluate {options.run_uri}")
     return 0
 
 
@@ -373,9 +458,10 @@ def _add_report(commands: Commands[argparse.ArgumentParser]) -> None:
 
 def _report(options: argparse.Namespace) -> int:
     from voxlane.train.report import report
+    from voxlane.tune.report import report as report_search
 
     _, config = _said(options, [])
-    print(report(options.run_uri, config))
+    print(report_search(options.run_uri, config) or report(options.run_uri, config))
     return 0
 
 

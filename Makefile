@@ -7,7 +7,7 @@ CONSTRAINTS := requirements/constraints.txt
 AZURITE := $(VENV)/azurite/node_modules/.bin/azurite-blob
 AZURITE_VERSION := 3.37.0
 
-.PHONY: help install demo demo-streaming test check bench bench-quick kill-test clean
+.PHONY: help install demo demo-streaming demo-tune test test-cluster test-slurm check bench bench-quick bench-scaling kill-test kill-train clean
 
 help:  ## this text
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 16
@@ -37,8 +37,20 @@ demo: install  ## a bucket of scans becomes a model, its scores and pictures, wi
 demo-streaming: install  ## whole objects listed, streamed, resumed and drawn (about a minute)
 	$(BIN)/python demo/streaming.py --out demo-out/streaming
 
+demo-tune: install  ## eight trainings side by side, the bad ones stopped early, and a page about them (about 5 minutes)
+	OMP_WAIT_POLICY=PASSIVE $(BIN)/python demo/tuning.py --out demo-out/search
+
 test: install  ## all tests, against real servers that the tests start
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+test-cluster: install  ## runs and searches on Ray whose nodes and drivers are killed (about 8 minutes)
+	$(BIN)/python -m pytest -m cluster --timeout 400 $(PYTEST_ARGS)
+
+test-slurm: install  ## jobs on a real SLURM of four nodes, started here; needs root, installs Debian's slurm-wlm and munge (about 10 minutes)
+	@[ "$$(id -u)" -eq 0 ] || { echo "make test-slurm needs root: its nodes are namespaces of this machine"; exit 1; }
+	@command -v slurmctld munged ip >/dev/null || { echo "installing slurm-wlm, munge and iproute2"; \
+	  apt-get update -qq && apt-get install -y -qq --no-install-recommends slurm-wlm munge iproute2 procps >/dev/null; }
+	VOXLANE_SLURM=1 $(BIN)/python -m pytest tests/slurm $(PYTEST_ARGS)
 
 check: install  ## ruff, mypy and the import rules
 	$(BIN)/ruff check src tests benchmarks demo
@@ -56,8 +68,15 @@ bench: $(VENV)/.bench  ## all benchmarks against their peers (about 25 minutes);
 bench-quick: $(VENV)/.bench  ## the same with small numbers, to see that it runs (about 3 minutes)
 	$(BIN)/python benchmarks/run.py --quick
 
+bench-scaling: $(VENV)/.bench  ## training on 1 to 8 workers, trials 1 and 2 at once (about 20 minutes on an idle machine)
+	OMP_WAIT_POLICY=PASSIVE $(BIN)/voxlane bench scaling --workers 1,2,4,8 --trials 8 --concurrent 1,2 \
+	  --out benchmarks/results/scaling.json $(SCALING_ARGS)
+
 kill-test: $(VENV)/.bench  ## kill -9 saving processes 100 times and judge what they leave (about 7 minutes)
 	$(BIN)/python benchmarks/kill.py $(KILL_ARGS)
+
+kill-train: $(VENV)/.bench  ## kill workers, nodes and drivers of runs on Ray 20 times and judge the runs (about 10 minutes)
+	OMP_WAIT_POLICY=PASSIVE $(BIN)/python benchmarks/kill_training.py $(KILL_ARGS)
 
 clean:  ## remove the environment and what the demo wrote
 	rm -rf $(VENV) demo-out

@@ -22,7 +22,7 @@ from tqdm import tqdm
 
 from voxlane import Store, list_objects
 from voxlane.cli.main import main as command_line
-from voxlane.cli.store_options import human
+from voxlane.sizes import written
 from voxlane.testing import Emulator
 
 if TYPE_CHECKING:
@@ -188,7 +188,7 @@ def traffic_table(trained: Counters) -> str:
         ("voxlane, as the server counted it", trained.get.bytes_out, trained.get.requests),
     ]
     lines = [f"{f'read from the bucket for {patches:,} patches':<44}{'bytes':>11}{'requests':>10}"]
-    lines += [f"{name:<44}{human(size):>11}{requests:>10,}" for name, size, requests in rows]
+    lines += [f"{name:<44}{written(size):>11}{requests:>10,}" for name, size, requests in rows]
     return "\n".join(lines)
 
 

@@ -18,7 +18,9 @@
     │   ├── DecodeError           the user's decode raised on one object
     │   ├── PairError             zipped datasets do not line up
     │   └── StateError            a saved state belongs to another dataset
-    ├── CacheError                the local disk cache cannot be used
+    ├── CacheError                a folder on the local disk cannot be used
+    │   ├── NoRoomError           the disk has too little room
+    │   └── TooLargeError         more bytes than were allowed
     ├── CheckpointError
     │   ├── IncompleteError       the checkpoint was never published, or a file of it is gone
     │   ├── CorruptError          stored bytes are not those that were written
@@ -31,9 +33,15 @@
     │   ├── BadCasesError         cases that cannot be trained on
     │   └── PreparedError         a prepared dataset is unfinished, damaged, or another than expected
     ├── RunError                  a training run exists already, is not there, or cannot go on
-    │   └── NoMemoryError         a device or machine has too little memory for what was asked of it
+    │   ├── NoMemoryError         a device or machine has too little memory for what was asked of it
+    │   └── StoppedError          told to stop; what was saved is kept
     ├── ClusterError              a cluster cannot be reached, or has too little for what was asked of it
-    │   └── LostError             workers, a machine or the head of a cluster went away
+    │   ├── LostError             workers, a machine or the head of a cluster went away
+    │   ├── ForbiddenError        this user may not do this on the cluster (also a PermissionError)
+    │   ├── MissingObjectError    the cluster has no such object, or no such kind of object
+    │   └── NotRunningError       what was asked of an app needs it running, and it is not
+    ├── ManifestError             a manifest does not fit its kind's schema
+    ├── BuildError                an image could not be built or pushed
     └── TuneError                 a search cannot start or go on, or found nothing
 
 Every class can be built from one string, because a DataLoader worker's exception is rebuilt in the parent
@@ -129,7 +137,19 @@ class StateError(DatasetError):
 
 
 class CacheError(VoxlaneError):
-    """The local disk cache cannot be used."""
+    """A folder on the local disk cannot be used."""
+
+
+class NoRoomError(CacheError):
+    """The disk has `lacking_bytes` too little room."""
+
+    def __init__(self, message: str, *, uri: str = "", fix: str = "", lacking_bytes: int = 0) -> None:
+        super().__init__(message, uri=uri, fix=fix)
+        self.lacking_bytes = lacking_bytes
+
+
+class TooLargeError(CacheError):
+    """What is to be kept there is larger than was allowed."""
 
 
 class CheckpointError(VoxlaneError):
@@ -184,12 +204,36 @@ class NoMemoryError(RunError):
     """A device or machine has too little memory for what was asked of it."""
 
 
+class StoppedError(RunError):
+    """A run was told to stop; what was saved is kept."""
+
+
 class ClusterError(VoxlaneError):
     """A cluster cannot be reached, or has too little for what was asked of it."""
 
 
 class LostError(ClusterError):
     """Workers, a machine or the head of a cluster went away; what was saved is kept."""
+
+
+class ForbiddenError(ClusterError, PermissionError):
+    """This user may not do this on the cluster."""
+
+
+class MissingObjectError(ClusterError):
+    """The cluster has no such object, or no such kind of object."""
+
+
+class NotRunningError(ClusterError):
+    """What was asked of an app needs it running, and it is not."""
+
+
+class ManifestError(VoxlaneError):
+    """A manifest does not fit its kind's schema."""
+
+
+class BuildError(VoxlaneError):
+    """An image could not be built or pushed."""
 
 
 class TuneError(VoxlaneError):

@@ -191,4 +191,5 @@ def _refusal(error: pydantic.ValidationError, cls: type[Any], values: Any, origi
     said = _WORDS.get(first["type"], first["msg"].removeprefix("Value error, "))
     said = said[:1].lower() + said[1:]
     got = "" if first["type"] == "value_error" else f", not {first['input']!r}"
-    return ConfigError(f"{name}: {said}{got}{rest}", uri=origin)
+    at = f"{name}: " if first["loc"] or not origin else ""  # of a file as a whole: its name says enough
+    return ConfigError(f"{at}{said}{got}{rest}", uri=origin)

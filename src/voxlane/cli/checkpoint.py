@@ -8,7 +8,8 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
-from voxlane.cli.store_options import add_store_options, human, store_config
+from voxlane.cli.store_options import add_store_options, store_config
+from voxlane.sizes import written
 
 if TYPE_CHECKING:
     from voxlane.checkpoint.lifecycle import Found
@@ -103,7 +104,7 @@ def _ls(options: argparse.Namespace) -> int:
     for c in rows:
         kind = "folder" if c.is_folder else "file"
         state = f"INCOMPLETE: {c.problem}" if c.problem else "complete" if c.complete else "no checksums: perhaps whole"
-        print(f"{c.created:%Y-%m-%d %H:%M:%S}  {human(c.size):>10}  {kind:<6}  {c.uri}  {state}")
+        print(f"{c.created:%Y-%m-%d %H:%M:%S}  {written(c.size):>10}  {kind:<6}  {c.uri}  {state}")
     return 0
 
 
@@ -127,7 +128,7 @@ def _verify(options: argparse.Namespace) -> int:
             bad += bool(verdict.problems)
             state = "DAMAGED" if verdict.problems else "ok"
             note = f"  (no checksums: {len(verdict.unchecked)} files only read)" if verdict.unchecked else ""
-            print(f"{state:<8} {human(c.size):>10}  {c.uri}{note}")
+            print(f"{state:<8} {written(c.size):>10}  {c.uri}{note}")
             for problem in verdict.problems:
                 print(f"         {problem}")
     for c in unpublished:
@@ -157,7 +158,7 @@ def _rm(options: argparse.Namespace) -> int:
     for c in doomed:
         if not options.dry_run:
             remove(c)
-        print(f"{'would delete' if options.dry_run else 'deleted'}  {human(c.size):>10}  {c.uri}")
+        print(f"{'would delete' if options.dry_run else 'deleted'}  {written(c.size):>10}  {c.uri}")
     if not doomed:
         print("nothing to delete")
     return 0
@@ -177,7 +178,7 @@ def _gc(options: argparse.Namespace) -> int:
     for upload in orphans.uploads:
         print(f"unfinished upload of {upload.started:%Y-%m-%d %H:%M:%S}  {orphans.store.uri(upload.key)}")
     for o in orphans.objects:
-        print(f"no checkpoint's file  {human(o.size):>10}  {orphans.store.uri(o.key)}")
+        print(f"no checkpoint's file  {written(o.size):>10}  {orphans.store.uri(o.key)}")
     if not options.dry_run:
         orphans.remove()
     print(f"{len(orphans.uploads)} unfinished uploads and {len(orphans.objects)} orphaned files {word}")
@@ -193,7 +194,7 @@ def _cp(options: argparse.Namespace) -> int:
     source = find(options.uri, config)
     with _bar(options, "copying", source.size) as progress:
         copied = copy(source, options.target, config, progress)
-    print(f"{human(copied.size)}  {copied.uri}")
+    print(f"{written(copied.size)}  {copied.uri}")
     return 0
 
 

@@ -12,8 +12,9 @@ import tempfile
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from voxlane.cli.store_options import add_store_options, human
+from voxlane.cli.store_options import add_store_options
 from voxlane.errors import BucketNotFoundError, ConfigError, NotFoundError, ScanError
+from voxlane.sizes import written
 
 if TYPE_CHECKING:
     from voxlane.store import StoreConfig
@@ -338,7 +339,7 @@ def _stall_lines(report: dict[str, Any]) -> str:
     parts = ", ".join(f"{name} {seconds / total:.0%}" for name, seconds in report["shares"].items() if seconds > 0)
     return (
         f"{report['steps']:,} steps, {report['patches']:,} patches in {report['seconds']:.0f} s: {parts}\n"
-        f"read {human(report['bytes_read'])} in {report['requests']:,} requests\n{report['sentence']}"
+        f"read {written(report['bytes_read'])} in {report['requests']:,} requests\n{report['sentence']}"
     )
 
 

@@ -1,4 +1,4 @@
-"""Options that every command on a bucket takes, and sizes as people read them."""
+"""Options that every command on a bucket takes."""
 
 from __future__ import annotations
 
@@ -33,13 +33,3 @@ def store_config(options: argparse.Namespace) -> StoreConfig:
     if options.anonymous:
         changes["anonymous"] = True
     return dataclasses.replace(config, **changes)
-
-
-def human(size_bytes: int) -> str:
-    """A size with its unit, such as 1.5 MiB."""
-    size = float(size_bytes)
-    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
-        if size < 1024 or unit == "TiB":
-            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
-        size /= 1024
-    raise AssertionError

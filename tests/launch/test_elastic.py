@@ -72,6 +72,7 @@ def test_three_nodes_train_what_one_process_trains(
         train_on_ray(data, str(run), said, workers=2, address=ray_nodes.address)
 
 
+@pytest.mark.cluster
 def test_a_killed_worker_costs_no_more_than_its_epoch(
     ray_nodes: Any, ray_data: Data, straight: Path, tmp_path: Path
 ) -> None:
@@ -164,7 +165,7 @@ def test_a_killed_driver_is_resumed_and_its_local_ray_leaves_another_alone(
 @pytest.mark.parametrize(
     ("number", "status", "said"),
     [
-        (signal.SIGTERM, 1, "voxlane: file://{run}: stopped by SIGTERM. --resume goes on from the last checkpoint\n"),
+        (signal.SIGTERM, 143, "voxlane: file://{run}: stopped by SIGTERM. --resume goes on from the last checkpoint\n"),
         (signal.SIGINT, 130, "voxlane: interrupted; --resume goes on from the last checkpoint\n"),
     ],
 )

@@ -266,7 +266,7 @@ def test_fewer_held_out_cases_than_ranks(data: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("number", "code", "words"), [(signal.SIGINT, 130, "interrupted"), (signal.SIGTERM, 1, "SIGTERM")]
+    ("number", "code", "words"), [(signal.SIGINT, 130, "interrupted"), (signal.SIGTERM, 143, "SIGTERM")]
 )
 def test_told_to_stop_it_says_how_to_go_on(
     data: str, tmp_path: Path, number: signal.Signals, code: int, words: str

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from voxlane.errors import ClusterError, ConfigError, LostError, RunError, VoxlaneError
+from voxlane.errors import ClusterError, ConfigError, LostError, RunError, StoppedError, VoxlaneError
 from voxlane.launch import cluster as clusters
 from voxlane.launch.cluster import Cluster, Node
 from voxlane.launch.follow import Follower
@@ -241,7 +241,7 @@ def _terminable(run: Run) -> Iterator[None]:
         return
 
     def stop(*_: Any) -> None:
-        raise RunError("stopped by SIGTERM", uri=run.where, fix=RESUME)
+        raise StoppedError("stopped by SIGTERM", uri=run.where, fix=RESUME)
 
     before = signal.signal(signal.SIGTERM, stop)
     try:

@@ -30,7 +30,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from voxlane import __version__, settings
 from voxlane.checkpoint.lightning import AsyncBucketCheckpointIO, BucketModelParallelStrategy
 from voxlane.dataset.cache import DiskCache
-from voxlane.errors import ConfigError, NoMemoryError, RunError
+from voxlane.errors import ConfigError, NoMemoryError, RunError, StoppedError
 from voxlane.model.networks import build as build_network
 from voxlane.model.networks import check_patch
 from voxlane.store import StoreConfig
@@ -41,6 +41,7 @@ from voxlane.train.ranks import Ranks, RanksEnvironment
 from voxlane.train.recorder import Bar, PatchLoader, Recorder, gathered
 from voxlane.train.run import Run, Trained
 from voxlane.train.segmenter import Segmenter
+from voxlane.train.stopping import Stopping
 from voxlane.volume.cases import Caching, Cases
 from voxlane.volume.grid import MLPERF
 from voxlane.volume.plan import Plan
@@ -410,7 +411,7 @@ def _fit(
         history,
         validate_every=config.validation.every_epochs,
         lines=progress is None and not bar,
-        stall_before=run.read_json("stall.json") if history else None,
+        stall_before=run.read_json("stall.json") if start else None,
     )
     held = held[: config.validation.max_cases]
     parameters = sum(p.numel() for p in module.network.parameters())
@@ -447,7 +448,7 @@ def _stopped(run: Run, trainer: pl.Trainer) -> Iterator[None]:
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGINT, signal.default_int_handler)  # which Lightning has set to nothing
         if isinstance(stop, SIGTERMException):
-            raise RunError("stopped by SIGTERM", uri=run.where, fix=_RESUME) from None
+            raise StoppedError("stopped by SIGTERM", uri=run.where, fix=_RESUME) from None
         raise KeyboardInterrupt from None
 
 
@@ -468,13 +469,18 @@ class _Last(ModelCheckpoint):
     """The checkpoint to go on from; the epoch that a run ends with is saved whatever the rhythm. Lightning calls it
     after everything else, so it also tells of the epoch."""
 
-    def __init__(self, recorder: Recorder, watch: Watch | None, **how: Any) -> None:
+    def __init__(self, recorder: Recorder, stopping: Stopping, watch: Watch | None, **how: Any) -> None:
         super().__init__(**how)
         self._recorder = recorder
         self._watch = watch
+        self._stopping = stopping
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Save where it is time, or the end."""
+        if self._stopping.told() and trainer.current_epoch + 1 != trainer.max_epochs:
+            trainer.should_stop = True
+            self._save(trainer, pl_module)
+            raise SIGTERMException
         self._save(trainer, pl_module)
         if self._watch is not None and any(gathered(bool(self._watch(self._recorder.history[-1])))):
             trainer.should_stop = True
@@ -499,7 +505,8 @@ def _trainer(
     watch: Watch | None,
 ) -> pl.Trainer:
     io = AsyncBucketCheckpointIO(run.config)  # before the callbacks, which look their folder up
-    callbacks: list[pl.Callback] = [recorder]
+    stopping = Stopping(recorder, f"{run.checkpoints}/{LAST}.ckpt")
+    callbacks: list[pl.Callback] = [recorder, stopping]
     saved: dict[str, Any] = {
         "dirpath": run.checkpoints,
         "save_on_train_epoch_end": True,
@@ -507,7 +514,9 @@ def _trainer(
     }
     if validates:
         callbacks.append(ModelCheckpoint(filename=BEST, monitor="dice", mode="max", **saved))
-    callbacks.append(_Last(recorder, watch, filename=LAST, every_n_epochs=config.checkpoint_every_epochs, **saved))
+    callbacks.append(
+        _Last(recorder, stopping, watch, filename=LAST, every_n_epochs=config.checkpoint_every_epochs, **saved)
+    )
     if config.early_stop is not None:
         callbacks.append(EarlyStopping("dice", mode="max", patience=config.early_stop, check_on_train_epoch_end=False))
     if config.max_minutes is not None:

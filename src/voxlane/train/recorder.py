@@ -81,6 +81,8 @@ class Recorder(pl.Callback):
         self._loss_read, self._loss_read_at = math.nan, 0
         self._steps = 0
         self._patches, self._order = 0, 0
+        self._before: dict[str, Any] = {}
+        """Of this epoch, before the run was stopped in its middle."""
         self._validate_every = validate_every
         self._board: Board | None = None
 
@@ -90,15 +92,24 @@ class Recorder(pl.Callback):
         if trainer.is_global_zero:
             self._board = Board(self._run)
 
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """A run that was stopped in the middle of an epoch goes on there, without the start of one."""
+        self._plan_validation(trainer)
+
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Another epoch, other patches. The last one is validated, whatever the rhythm."""
+        """Another epoch, other patches."""
         self._loader.set_epoch(trainer.current_epoch)
-        last = trainer.max_epochs is not None and trainer.current_epoch + 1 >= trainer.max_epochs
-        trainer.check_val_every_n_epoch = 1 if last else self._validate_every
+        self._plan_validation(trainer)
         self._epoch_began, self._epoch_waited = time.perf_counter(), self._loader.waited_s
         self._losses, self._loss_read_at = [], 0
         self._patches, self._order = 0, 0
+        self._before = {}
         self._epoch_speed = None
+
+    def _plan_validation(self, trainer: pl.Trainer) -> None:
+        """The last epoch is validated, whatever the rhythm."""
+        last = trainer.max_epochs is not None and trainer.current_epoch + 1 >= trainer.max_epochs
+        trainer.check_val_every_n_epoch = 1 if last else self._validate_every
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -136,9 +147,7 @@ class Recorder(pl.Callback):
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """One more line of history."""
         assert isinstance(pl_module, Segmenter)
-        losses = torch.stack(self._losses) if self._losses else torch.zeros(1)
-        every = gathered((float(losses.mean()), self._patches, self._order))
-        loss = sum(part[0] for part in every) / len(every)
+        account = self._account()
         validated = bool(pl_module.validated)
         patches_per_s, wait_share = self.speed()
         by_target = mean_dice(pl_module.validated, pl_module.description.targets) if validated else None
@@ -146,17 +155,17 @@ class Recorder(pl.Callback):
         entry = {
             "epoch": trainer.current_epoch,
             "step": trainer.global_step,
-            "seconds": self._before_s + time.perf_counter() - self._began,
+            "seconds": account["seconds"],
             "lr": trainer.optimizers[0].param_groups[0]["lr"],
-            "loss": loss,
+            "loss": account["loss"],
             "dice": {t: None if math.isnan(d) else d for t, d in by_target.items()} if by_target else None,
             "mean_dice": sum(found) / len(found) if found else None,
             "patches_per_s": patches_per_s,
             "wait_share": wait_share,
             "memory_bytes": peak_memory_bytes(pl_module.device),
-            "ranks": len(every),
-            "patches": sum(part[1] for part in every),
-            "order": f"{sum(part[2] for part in every) % (1 << 64):016x}",
+            "ranks": account["ranks"],
+            "patches": account["patches"],
+            "order": account["order"],
         }
         self.history.append(entry)
         self._write_stall(trainer, pl_module)
@@ -169,6 +178,43 @@ class Recorder(pl.Callback):
             if self._lines:
                 print(line(entry, trainer.max_epochs), flush=True)
         pl_module.validated, pl_module.drawn = {}, []
+        self._before = {}
+
+    def _account(self) -> dict[str, Any]:
+        """Of this epoch so far, over all ranks, with what was done before a stop in its middle."""
+        losses = torch.stack(self._losses) if self._losses else torch.zeros(1)
+        every = gathered((float(losses.mean()), self._patches, self._order))
+        before, steps = self._before, len(self._losses)
+        loss = sum(part[0] for part in every) / len(every)
+        steps_before = before.get("steps", 0)
+        if steps_before:
+            loss = (before["loss"] * steps_before + loss * steps) / (steps_before + steps)
+        order = int(before.get("order", "0"), 16) + sum(part[2] for part in every)
+        return {
+            "loss": loss,
+            "steps": steps_before + steps,
+            "patches": before.get("patches", 0) + sum(part[1] for part in every),
+            "order": f"{order % (1 << 64):016x}",
+            "ranks": len(every),
+            "seconds": self._before_s + time.perf_counter() - self._began,
+        }
+
+    def pause(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        """The run stops in the middle of an epoch; the next checkpoint holds what was done of it. On every rank."""
+        assert isinstance(module, Segmenter)
+        self._before = self._account()
+        self._write_stall(trainer, module)
+        if self._board is not None:
+            self._board.close()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Kept with the checkpoint: the epoch's account, where it is saved in the middle of one."""
+        return dict(self._before)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on from there."""
+        self._before = dict(state_dict)
+        self._before_s = state_dict.get("seconds", self._before_s)
 
     def _draw(self, module: Segmenter, step: int) -> None:
         assert self._board is not None

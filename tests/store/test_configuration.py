@@ -77,6 +77,19 @@ def test_standard_variables_name_the_endpoint(emulator: Emulator, monkeypatch: p
     assert bytes(Store("s3://bkt").get("k")) == b"v"
 
 
+def test_the_server_of_a_bucket_is_known(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "none"))
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "none"))
+    for name in ("STORAGE_EMULATOR_HOST", "AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "AZURE_STORAGE_ENDPOINT"):
+        monkeypatch.delenv(name, raising=False)
+    assert [Store(uri).endpoint for uri in ("gs://b", "s3://b", "file:///tmp")] == [None, None, None]
+    chosen = StoreConfig(endpoint="http://server:1/", account="me")
+    assert [Store(uri, chosen).endpoint for uri in ("gs://b", "s3://b")] == ["http://server:1"] * 2
+    assert Store("az://b", StoreConfig(account="me")).endpoint == "https://me.blob.core.windows.net"
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://other")
+    assert Store("s3://b").endpoint == "http://other"
+
+
 def test_aws_profiles(emulator: Emulator, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_PROFILE"):
         monkeypatch.delenv(name, raising=False)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import pickle
+from typing import Any
 
 import numpy as np
 import pytest
@@ -51,6 +52,25 @@ def test_get_into_equals_get(bucket: Bucket) -> None:
         store.get_into(key, 699_999, np.zeros(2, np.uint8))
     with pytest.raises(errors.ChangedError):
         store.get_into(key, 0, np.zeros(2, np.uint8), etag='"another"')
+
+
+def test_get_chunks_equals_get(bucket: Bucket) -> None:
+    body = bytes(i % 251 for i in range(700_000))
+    store, key = bucket.store, bucket.key("k")
+    etag = store.put(key, body).etag
+    for start, stop in ((0, 700_000), (5, 6), (100, 600_001)):
+        found = bytearray()
+
+        def take(place: int, chunk: Any, start: int = start, found: bytearray = found) -> None:
+            assert place == start + len(found)
+            found += bytes(chunk)
+
+        assert store.get_chunks(key, start, stop, take, etag=etag) == len(body)
+        assert found == body[start:stop]
+    with pytest.raises(errors.RangeError, match="outside the object"):
+        store.get_chunks(key, 699_999, 700_001, lambda *_: None)
+    with pytest.raises(errors.ChangedError):
+        store.get_chunks(key, 0, 2, lambda *_: None, etag='"another"')
 
 
 @pytest.mark.parametrize("key", ["plain", "with space", "plus+percent%20", "unié/日本語", "a#b?c&d=e", "~tilde[1]"])

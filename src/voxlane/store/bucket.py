@@ -30,7 +30,7 @@ from voxlane.errors import (
 )
 from voxlane.store.config import StoreConfig
 from voxlane.store.counters import Counters
-from voxlane.store.credentials import open_native
+from voxlane.store.credentials import endpoint_of, open_native
 from voxlane.store.ranges import Span, coalesce
 from voxlane.store.translate import Transient, is_foreign, translate
 from voxlane.store.writer import Writer
@@ -108,6 +108,11 @@ class Store:
         """gs, s3, az, file or memory."""
         return self._bucket.scheme
 
+    @property
+    def endpoint(self) -> str | None:
+        """The server that was chosen by settings or environment; None: the cloud's own, or none at all."""
+        return endpoint_of(self._bucket, self.config)
+
     def uri(self, key: str) -> str:
         """The URI of `key` in this bucket."""
         return self.root + key
@@ -164,6 +169,33 @@ class Store:
 
         self.call("get", uri, attempt)
         self.counters.add("get", requests=0, bytes_read=len(target))
+
+    def get_chunks(
+        self, key: str, start: int, stop: int, take: Callable[[int, Any], None], *, etag: str | None = None
+    ) -> int:
+        """Hand the bytes `[start, stop)` of an object, which are not none, to `take(place, chunk)` as they arrive: in
+        order, never holding more than a few chunks. Returns the size of the whole object.
+
+        After a failure on the way they come again, from `start` on. RangeError when the object ends before `stop`.
+        """
+        uri = self.uri(key)
+
+        def attempt() -> int:
+            response = self.native.get(key, options={"range": (start, stop)})
+            self._check_version(response.meta, etag, uri)
+            if tuple(response.range) != (start, stop):
+                raise RangeError("the range lies outside the object", uri=uri, fix="It may have changed: list it again")
+            place = start
+            for chunk in response.stream(min_chunk_size=_COPY_BYTES):
+                take(place, chunk)
+                place += len(chunk)
+            if place != stop:
+                raise Transient(f"got {place - start} of {stop - start} bytes", uri)
+            return int(response.meta["size"])
+
+        size = self.call("get", uri, attempt)
+        self.counters.add("get", requests=0, bytes_read=stop - start)
+        return size
 
     def get_ranges(
         self, key: str, spans: Sequence[tuple[int, int]], *, etag: str | None = None, max_gap_bytes: int = 64 * 1024

@@ -39,6 +39,19 @@ def open_native(uri: Uri, config: StoreConfig, *, engine_retries: bool = False) 
     return _memory(uri.bucket)
 
 
+def endpoint_of(uri: Uri, config: StoreConfig) -> str | None:
+    """The server of the bucket of `uri` where one was chosen, or the account's; None: the cloud's own, or a disk."""
+    if uri.scheme == "gs":
+        return gcs_endpoint(config)
+    if uri.scheme == "s3":
+        endpoint = _s3_place(config, _aws_profile(_aws_profile_name(config)))[0]
+        return endpoint.rstrip("/") if endpoint else None
+    if uri.scheme == "az":
+        endpoint, account, _ = _azure_place(uri.bucket, config)
+        return endpoint or f"https://{account}.blob.core.windows.net"
+    return None
+
+
 def gcs_endpoint(config: StoreConfig) -> str | None:
     """The GCS server to talk to, or None for Google's own."""
     endpoint = config.endpoint or os.environ.get("STORAGE_EMULATOR_HOST")

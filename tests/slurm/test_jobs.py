@@ -247,6 +247,22 @@ def test_torchrun_trains_over_two_nodes_without_ray(
     nothing_left(slurm, job)
 
 
+def test_stage_runs_on_nodes_by_srun(slurm: Rig, data: str) -> None:
+    where = str(slurm.local / "direct")
+    done = slurm.voxlane("stage", data, where, "--nodelist", "node[1-2]")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert sorted(re.findall(r"(node\d): \d+ objects, .* copied \d+", done.stdout)) == ["node1", "node2"]
+    for node in ("node1", "node2"):
+        assert slurm.on(node, "find", where, "-name", "staged.json").strip()
+    command = [slurm.python, "-m", "voxlane", "stage", data, where, "--nodes"]
+    inside = slurm.run("salloc", "--nodes=2", "--nodelist=node[1-2]", *command)
+    assert sorted(re.findall(r"(node\d): .* all were there", inside)) == ["node1", "node2"]
+    done = slurm.voxlane("stage", data, "/proc/none", "--nodes", "1")
+    assert done.returncode == 1
+    assert "the folder cannot be used" in done.stderr
+    assert "it failed on one node or more" in done.stderr
+
+
 def test_a_staged_dataset_is_read_from_each_nodes_own_disk(slurm: Rig, data: str, shared: Path) -> None:
     logs, run = shared / "logs", shared / "run"
     words = ["--nodes", "2", "--stage", "--local-disk", str(slurm.local), "--launcher", "torchrun", "--"]
@@ -254,8 +270,8 @@ def test_a_staged_dataset_is_read_from_each_nodes_own_disk(slurm: Rig, data: str
     text = ended(slurm, job, logs)
     for node in ("node0", "node1"):
         assert re.search(rf"{node}: \d+ objects, .* copied \d+", text)
-        assert slurm.on(node, "find", str(slurm.local), "-name", "staged.jsonl").strip()
-    assert not slurm.on("node3", "find", str(slurm.local), "-name", "staged.jsonl").strip()
+        assert slurm.on(node, "find", str(slurm.local), "-name", "staged.json").strip()
+    assert not slurm.on("node3", "find", str(slurm.local), "-name", "staged.json").strip()
     stall = json.loads((run / "stall.json").read_text())
     assert stall["bytes_read"] == 0
     assert json.loads((run / "run.json").read_text())["data"]["uri"] == data

@@ -11,12 +11,14 @@ import pytest
 from tests.conftest import Bucket
 from tests.train import made
 from voxlane.cli.main import main
-from voxlane.errors import CacheError, PreparedError
+from voxlane.errors import CacheError, NoRoomError, PreparedError
+from voxlane.staging import remove
+from voxlane.staging import stage as stage_any
+from voxlane.staging.shelf import MANIFEST
 from voxlane.store import Store
-from voxlane.volume import staged
 from voxlane.volume.cases import Caching, Cases
 from voxlane.volume.prepared import Prepared
-from voxlane.volume.staged import JOURNAL, stage, wanted_of
+from voxlane.volume.staged import Staged, objects_of, stage
 
 
 @pytest.fixture(scope="module")
@@ -46,9 +48,8 @@ def patches(prepared: Prepared, where: Path | None) -> tuple[list[bytes], int]:
 
 def test_a_staged_dataset_reads_the_same_without_the_bucket(prepared: Prepared, tmp_path: Path) -> None:
     done = stage(prepared, tmp_path / "disk")
-    assert done.copied == done.objects == len(wanted_of(prepared))
+    assert done.copied == done.objects == len(objects_of(prepared).objects)
     assert done.copied_bytes == done.total_bytes > 0
-    assert done.lacking_bytes == 0
     direct, read = patches(prepared, None)
     assert read > 0
     assert patches(prepared, tmp_path / "disk") == (direct, 0)
@@ -67,11 +68,12 @@ def test_from_a_bucket(source: Path, gcs: Bucket, tmp_path: Path) -> None:
 
 def test_what_is_there_is_checked_and_kept(prepared: Prepared, tmp_path: Path) -> None:
     disk = tmp_path / "disk"
-    stage(prepared, disk)
+    place = Path(stage(prepared, disk).folder)
     assert stage(prepared, disk).copied == 0
-    files = sorted(path for path in (disk / prepared.digest / "cases").rglob("*") if path.is_file())
+    files = sorted(path for path in (place / "cases").rglob("*") if path.is_file())
     body = bytearray(files[0].read_bytes())
     body[len(body) // 2] ^= 1
+    files[0].chmod(0o644)
     files[0].write_bytes(body)
     files[1].unlink()
     assert stage(prepared, disk).copied == 2
@@ -80,14 +82,13 @@ def test_what_is_there_is_checked_and_kept(prepared: Prepared, tmp_path: Path) -
 
 def test_part_of_a_copy_is_used_and_the_rest_comes_from_the_bucket(prepared: Prepared, tmp_path: Path) -> None:
     disk = tmp_path / "disk"
-    stage(prepared, disk)
-    journal = disk / prepared.digest / JOURNAL
+    journal = Path(stage(prepared, disk).folder, MANIFEST)
     whole = journal.read_text()
     journal.write_text(whole[: len(whole) // 2])  # as a kill may leave it, within a line
     found, read = patches(prepared, disk)
     assert found == patches(prepared, None)[0]
     assert 0 < read < patches(prepared, None)[1]
-    assert 0 < stage(prepared, disk).copied < len(wanted_of(prepared))
+    assert 0 < stage(prepared, disk).copied < len(objects_of(prepared).objects)
 
 
 def test_a_dataset_that_was_prepared_anew_is_not_read_from_the_old_copy(prepared: Prepared, tmp_path: Path) -> None:
@@ -104,25 +105,30 @@ def test_too_little_room_copies_nothing_and_says_how_much(
     prepared: Prepared, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     free = shutil.disk_usage(tmp_path).free
-    monkeypatch.setattr(staged, "_RESERVE_BYTES", free + (1 << 30))
-    done = stage(prepared, tmp_path / "disk")
-    assert done.lacking_bytes >= 1 << 30
-    assert done.copied == 0
+    with pytest.raises(NoRoomError, match="too little room") as raised:
+        stage(prepared, tmp_path / "disk", reserve_bytes=free + (1 << 30))
+    assert raised.value.lacking_bytes >= 1 << 29  # others write to this disk too
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=1000))
     assert main(["stage", prepared.uri, str(tmp_path / "disk"), "--if-room"]) == 0
-    assert "too little room" in capsys.readouterr().out
+    assert "too little room; it will be read from" in capsys.readouterr().out
     assert main(["stage", prepared.uri, str(tmp_path / "disk")]) == 1
-    assert "Make room, or train without staging" in capsys.readouterr().err
+    assert "Make room, or give another disk's folder" in capsys.readouterr().err
+    assert [path.name for path in (tmp_path / "disk").rglob("*") if path.is_file()] == ["lock"]
+    assert not list((tmp_path / "disk" / "datasets").iterdir())
 
 
 def test_an_object_that_changed_is_named(prepared: Prepared, tmp_path: Path) -> None:
     store = Store(prepared.uri)
-    key = f"{tmp_path}/data/{wanted_of(prepared)[0].name}".lstrip("/")
+    key = f"{tmp_path}/data/{objects_of(prepared).objects[0].name}".lstrip("/")
     body = bytes(store.get(key))
     Path(f"/{key}").unlink()
     store.put(key, body)
     with pytest.raises(PreparedError, match="gone or changed after it was prepared"):
         stage(prepared, tmp_path / "disk")
-    assert wanted_of(prepared)[0].name not in "".join(p.read_text() for p in (tmp_path / "disk").rglob(JOURNAL))
+    assert objects_of(prepared).objects[0].name not in "".join(
+        p.read_text() for p in (tmp_path / "disk" / "datasets").glob(f"*/{MANIFEST}")
+    )
     with pytest.raises(CacheError, match="the folder cannot be used"):
         stage(prepared, f"/{key}/below")
 
@@ -130,7 +136,7 @@ def test_an_object_that_changed_is_named(prepared: Prepared, tmp_path: Path) -> 
 def test_processes_that_stage_at_once_copy_once(prepared: Prepared, tmp_path: Path) -> None:
     with multiprocessing.get_context("spawn").Pool(2) as pool:
         reports = pool.starmap(stage, [(prepared, tmp_path / "disk")] * 2)
-    assert sorted(report.copied for report in reports) == [0, len(wanted_of(prepared))]
+    assert sorted(report.copied for report in reports) == [0, len(objects_of(prepared).objects)]
 
 
 def test_the_command_copies_and_removes(prepared: Prepared, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -140,5 +146,46 @@ def test_the_command_copies_and_removes(prepared: Prepared, tmp_path: Path, caps
     assert main(words) == 0
     assert "all were there" in capsys.readouterr().out
     assert main([*words, "--remove"]) == 0
-    assert not (tmp_path / "disk" / prepared.digest).exists()
+    assert not list((tmp_path / "disk" / "datasets").iterdir())
     assert patches(prepared, tmp_path / "disk") == patches(prepared, None)
+
+
+def test_a_copys_own_folder_is_read_as_its_root_is(prepared: Prepared, tmp_path: Path) -> None:
+    done = stage(prepared, tmp_path / "disk")
+    (tmp_path / "elsewhere").mkdir()
+    mounted = tmp_path / "elsewhere" / "mount"
+    shutil.copytree(done.folder, mounted)
+    assert patches(prepared, mounted) == (patches(prepared, None)[0], 0)
+
+
+def test_the_copy_of_all_that_lies_there_or_around_is_read(prepared: Prepared, tmp_path: Path) -> None:
+    listed = stage_any(prepared.uri, tmp_path / "all")
+    assert listed.objects > len(objects_of(prepared).objects)  # the header and the table of cases too
+    whole = patches(prepared, None)[0]
+    assert patches(prepared, tmp_path / "all") == (whole, 0)
+    (tmp_path / "around").mkdir()
+    (tmp_path / "data").rename(tmp_path / "around" / "data")
+    moved = Prepared.load(str(tmp_path / "around" / "data"))
+    done = stage_any(str(tmp_path / "around"), tmp_path / "disk")
+    assert patches(moved, tmp_path / "disk") == (whole, 0)
+    assert patches(moved, Path(done.folder)) == (whole, 0)
+
+
+def test_a_reader_sees_that_a_copy_is_replaced_or_removed(prepared: Prepared, tmp_path: Path) -> None:
+    done = stage(prepared, tmp_path / "disk")
+    reader = Staged(tmp_path / "disk", prepared)
+    first, second = objects_of(prepared).objects[:2]
+    keys = [f"{tmp_path}/data/{one.name}".lstrip("/") for one in (first, second)]
+    assert reader.read(keys[0], first.etag, 0, 4) == Path(done.folder, first.name).read_bytes()[:4]
+    assert reader.read(keys[0], f'"{first.etag}"', 0, 4) is not None
+    assert reader.read(keys[0], "another", 0, 4) is None
+    assert reader.read(keys[0], first.etag, 0, first.size + 1) is None
+    manifest = Path(done.folder, MANIFEST)
+    manifest.with_suffix(".new").write_text(
+        "\n".join(t for t in manifest.read_text().split("\n") if first.name not in t)
+    )
+    manifest.with_suffix(".new").replace(manifest)
+    assert reader.read(keys[0], first.etag, 0, 4) is None
+    assert reader.read(keys[1], second.etag, 0, 4) is not None
+    remove(tmp_path / "disk", done.name)
+    assert reader.read(keys[1], second.etag, 0, 4) is None

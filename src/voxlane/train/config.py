@@ -79,8 +79,8 @@ class Loader:
     disk_cache_bytes: int = pydantic.Field(default=100 << 30, ge=1)
     """At most so much there."""
     staged: str | None = None
-    """A folder into which `voxlane stage` copied the dataset, on every machine; what is not there comes from the
-    bucket."""
+    """A folder into which `voxlane stage` copied the dataset, on every machine, or the folder of the copy itself, as
+    a container has it mounted; what is not there comes from the bucket."""
 
 
 @record

@@ -1,0 +1,1 @@
+"""The operator that keeps StagedDatasets on nodes' disks."""

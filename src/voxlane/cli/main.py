@@ -8,9 +8,10 @@ import sys
 from collections.abc import Sequence
 
 from voxlane.bench import command as bench
-from voxlane.cli import checkpoint, segmentation, slurm, stage, tune
-from voxlane.cli.store_options import add_store_options, human, store_config
-from voxlane.errors import VoxlaneError
+from voxlane.cli import app, checkpoint, operator, segmentation, slurm, stage, tensorboard, tune
+from voxlane.cli.store_options import add_store_options, store_config
+from voxlane.errors import StoppedError, VoxlaneError
+from voxlane.sizes import written
 
 _EPILOG = """\
 URIs: gs://bucket/prefix, s3://bucket/prefix, az://container/prefix, file:///folder or a plain path.
@@ -24,6 +25,8 @@ examples:
   voxlane evaluate gs://my-bucket/run1 && voxlane report gs://my-bucket/run1
   voxlane predict gs://my-bucket/run1 scan.nii.gz -o masks
   voxlane slurm submit --nodes 2 --gpus-per-node 4 -- train gs://my-bucket/kits19-prepared --run gs://my-bucket/run2
+  voxlane app init kits19 && voxlane app deploy kits19     the same on Kubernetes; voxlane app --help
+  voxlane tensorboard gs://my-bucket/run1                  its curves and pictures, in a browser
   voxlane ls gs://my-bucket/kits19/ --match '*.nii.gz'     what is there
   voxlane ls s3://my-bucket/scans/ --save scans.parquet    a manifest for training, pinned to versions
   voxlane checkpoint latest gs://my-bucket/run1            the newest checkpoint that is whole
@@ -44,6 +47,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         status: int = options.run(options)
         sys.stdout.flush()
         return status
+    except StoppedError as error:
+        print(f"voxlane: {error}", file=sys.stderr)
+        from voxlane.launch import status as ended
+
+        ended.mark(os.environ)
+        return ended.STOPPED
     except VoxlaneError as error:
         print(f"voxlane: {error}", file=sys.stderr)
         return 1
@@ -85,6 +94,9 @@ def _parser() -> argparse.ArgumentParser:
     _add_clean(commands)
     stage.add_parser(commands)
     slurm.add_parser(commands)
+    app.add_parser(commands)
+    operator.add_parser(commands)
+    tensorboard.add_parser(commands)
     checkpoint.add_parser(commands)
     _add_emulator(commands)
     bench.add_parser(commands, add_store_options, store_config)
@@ -144,7 +156,7 @@ def _ls(options: argparse.Namespace) -> int:
     if not len(manifest):
         what = f"no object fits {' '.join(options.match)}" if options.match else "no objects under this prefix"
         raise EmptyError(what, uri=options.uri, fix="Check the prefix and the pattern")
-    total = f"{len(manifest):,} objects, {human(manifest.total_bytes)}"
+    total = f"{len(manifest):,} objects, {written(manifest.total_bytes)}"
     if options.save:
         manifest.save(options.save, config)
         print(f"{total} -> {options.save}")
@@ -195,7 +207,7 @@ def _clean(options: argparse.Namespace) -> int:
     leftovers, younger = find_leftovers(store, older_than_s=options.older_than * 60)
     if not options.dry_run:
         store.delete([entry.key for entry in leftovers])
-    size = human(sum(entry.size for entry in leftovers))
+    size = written(sum(entry.size for entry in leftovers))
     print(f"{len(leftovers)} leftover objects, {size}, {'found' if options.dry_run else 'removed'} in {store.root}")
     if younger:
         print(f"{younger} younger ones kept: a run may still be reading them (--older-than 0 takes all)")

@@ -40,10 +40,13 @@ demo-streaming: install  ## whole objects listed, streamed, resumed and drawn (a
 demo-tune: install  ## eight trainings side by side, the bad ones stopped early, and a page about them (about 5 minutes)
 	OMP_WAIT_POLICY=PASSIVE $(BIN)/python demo/tuning.py --out demo-out/search
 
-test: install  ## all tests, against real servers that the tests start
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+# Much of a test's time is waiting, for servers to start and processes to end.
+TEST_PROCESSES ?= 3
 
-test-cluster: install  ## runs and searches on Ray whose nodes and drivers are killed (about 8 minutes)
+test: install  ## all tests, against real servers that the tests start
+	$(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadscope $(PYTEST_ARGS)
+
+test-cluster: install  ## runs and searches on Ray whose nodes and drivers are killed, apps on Kubernetes (about 15 minutes)
 	$(BIN)/python -m pytest -m cluster --timeout 400 $(PYTEST_ARGS)
 
 test-slurm: install  ## jobs on a real SLURM of four nodes, started here; needs root, installs Debian's slurm-wlm and munge (about 10 minutes)

@@ -10,6 +10,7 @@ from typing import Any
 import boto3
 import pytest
 from botocore.config import Config
+from xdist.scheduler import LoadScopeScheduling
 
 from tests.ranks import Ranks
 from tests.servers import azurite, has_azurite, seaweedfs
@@ -22,6 +23,28 @@ RETRY = RetryConfig(deadline_s=20.0, initial_delay_s=0.01, max_delay_s=0.2)
 AZURITE_ACCOUNT = "devstoreaccount1"
 AZURITE_KEY = "Eby8vdM02xNOcqFlqUwJPLlmEtlCDXJ1OUzFT50uSRZ6IFsuFq2UVErCz4I6tq/K1SZFPTOtr/KBHBeksoGMGw=="
 """Azurite's published account key, the same for everybody."""
+
+
+_HERE = Path(__file__).parent
+_TOGETHER = {"launch": "ray", "tune": "ray", "bench": "ray", "kube": "kube"}
+"""Folders whose tests run one after another, in one process: their clusters would crowd each other out."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests on clusters are given time: a busy machine takes its own to start one."""
+    for item in items:
+        if item.path.relative_to(_HERE).parts[0] in _TOGETHER and item.get_closest_marker("timeout") is None:
+            item.add_marker(pytest.mark.timeout(300))
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadScopeScheduling:
+    """Which tests a process gets as one; `--dist loadgroup` of xdist 3.8 does not group on pytest 9.2."""
+    return _Together(config, log)
+
+
+class _Together(LoadScopeScheduling):
+    def _split_scope(self, nodeid: str) -> str:
+        return _TOGETHER.get(nodeid.split("/")[1] if "/" in nodeid else "", nodeid)
 
 
 @dataclass(frozen=True)

@@ -57,6 +57,7 @@ def main() -> None:
         "compose": draw_compose,
         "checkpoint": draw_checkpoint,
         "patch_readers": draw_patch_readers,
+        "staging": draw_staging,
     }
     documents = {n: json.loads((folder / f"{n}.json").read_text()) for n in drawings if (folder / f"{n}.json").exists()}
     for name, document in documents.items():
@@ -230,6 +231,21 @@ def _contender_bars(axes: Axes, rows: list[dict[str, Any]], figure_name: str) ->
         axes.annotate(f"{value:.1f}", (value, place), (4, 5), textcoords="offset points", fontsize=8)
     axes.margins(x=0.18)
     axes.grid(axis="x", alpha=0.3)
+
+
+def draw_staging(document: dict[str, Any]) -> Figure:
+    """Speed of copies beside that of a plain read, for each limit of the nodes' links."""
+    links = list(dict.fromkeys(row["link"] for row in document["summary"]))
+    figure, panels = plt.subplots(1, len(links), figsize=(11, 3.6), layout="constrained", squeeze=False)
+    for axes, link in zip(panels[0], links, strict=True):
+        rows = [r for r in document["summary"] if r["link"] == link and "error" not in r]
+        rows = [r for r in rows if r["contender"] != "voxlane again"][::-1]
+        bars = axes.barh([r["contender"] for r in rows], [r["megabytes_per_s"] for r in rows], color="#4c78a8")
+        axes.bar_label(bars, [f"{r['of_plain_read']:.0%}" for r in rows], padding=3)
+        axes.set_title(f"link: {link}")
+        axes.set_xlabel("MB/s, three nodes together")
+        axes.margins(x=0.15)
+    return figure
 
 
 def _linear(axes: Axes, sizes: list[int]) -> None:

@@ -23,7 +23,7 @@ def main() -> None:
     quick: bool = parser.parse_args().quick
     folder = RESULTS / "quick" if quick else RESULTS
     failed = []
-    for name in ("loading", "listing", "compose", "checkpoint", "patch_readers"):
+    for name in ("loading", "listing", "compose", "checkpoint", "patch_readers", "staging"):
         started = time.monotonic()
         command = [sys.executable, str(Path(__file__).with_name(f"{name}.py")), "--out", str(folder / f"{name}.json")]
         # The others still run: a quiet machine is rare, and each result file says by itself what failed.

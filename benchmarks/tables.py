@@ -266,8 +266,42 @@ def _layout_row(row: dict[str, Any]) -> list[str]:
     ]
 
 
+def _staging(document: dict[str, Any]) -> str:
+    settings = document["settings"]
+    text = _head("Staging", "staging", document) + (
+        f"\n{settings['objects']:,} objects of {settings['object_bytes'] / 1e6:g} MB onto each of {settings['nodes']} "
+        f"nodes' folders at once, {settings['concurrency']} requests in flight a node, "
+        f"{settings['latency_s'] * 1000:.0f} ms added to every request; median (least to most) of "
+        f"{settings['rounds']} rounds, interleaved. The nodes are processes of the machine that also serves: without a "
+        "limit on their links its processors are the limit, and a plain read into memory has no writing to do. "
+        "`read, then write` is that read and a file an object, without checksums or records; `voxlane "
+        "again` is a second run.\n\n"
+    )
+    rows = []
+    for row in document["summary"]:
+        if "error" in row:
+            rows.append(
+                [row["link"], _bold(row["contender"]), f"failed: {row['error'].splitlines()[0][:120]}", "", "", ""]
+            )
+            continue
+        again = row["contender"] == "voxlane again"
+        rows.append(
+            [
+                row["link"],
+                _bold(row["contender"]),
+                _spread(row["total_s"]),
+                "" if again else f"{row['megabytes_per_s']:,.0f}",
+                "" if again else f"{row['of_plain_read']:.0%}",
+                f"{row['client_cpu_s']['median']:.1f} / {row['server_cpu_s']['median']:.1f}",
+            ]
+        )
+    header = ("link", "contender", "seconds", "MB/s", "of the plain read", "CPU, s: client / server")
+    return text + _table(header, rows)
+
+
 _SECTIONS = {"loading": _loading, "listing": _listing, "compose": _compose, "checkpoint": _checkpoint}
 _SECTIONS["patch_readers"] = _patch_readers
+_SECTIONS["staging"] = _staging
 
 
 def _ratio(row: dict[str, Any], ours: dict[str, Any]) -> str:

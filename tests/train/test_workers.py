@@ -217,7 +217,7 @@ def test_an_error_of_the_watcher_ends_the_run(data: str, tmp_path: Path) -> None
 
 def voxlane(*words: str, launcher: tuple[str, ...] = ("-m",)) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, *launcher, "voxlane", *words]
-    return subprocess.run(command, capture_output=True, text=True, timeout=110, check=False)
+    return subprocess.run(command, capture_output=True, text=True, timeout=180, check=False)
 
 
 def config_file(folder: Path, data: str) -> str:

@@ -114,6 +114,7 @@ def _median(values: list[float]) -> float:
     return ordered[middle] if len(ordered) % 2 else (ordered[middle - 1] + ordered[middle]) / 2
 
 
+@pytest.mark.cluster
 def test_a_grid_tries_every_combination(on_ray: None, data: str, tmp_path: Path) -> None:
     fields = {"optimizer": {"name": {"grid": ["sgd", "adamw"]}, "lr": 0.01}, "base_features": {"grid": [2, 4]}}
     search = tune(space({"scheduler": "none"}, epochs=1, **fields), data, str(tmp_path / "out"), progress=False)

@@ -16,26 +16,17 @@ from typing import Any
 
 import yaml
 
+from voxlane.kube.validate import CHECKED
+
 WANTED = {("JobSet", "v1alpha2"), ("RayJob", "v1"), ("TrainJob", "v1alpha1")}
 INTO = Path(__file__).parent.parent / "src/voxlane/kube/schemas"
 _KEPT = {
-    "type",
-    "properties",
+    *CHECKED,
     "items",
-    "required",
-    "enum",
-    "pattern",
-    "minimum",
-    "maximum",
-    "minLength",
-    "maxLength",
-    "minItems",
-    "maxItems",
     "additionalProperties",
     "x-kubernetes-int-or-string",
     "x-kubernetes-preserve-unknown-fields",
 }
-_BY_NAME = {"properties"}
 
 
 def stripped(schema: Any) -> Any:
@@ -44,7 +35,7 @@ def stripped(schema: Any) -> Any:
         return schema
     kept: dict[str, Any] = {}
     for key, value in schema.items():
-        if key in _BY_NAME:
+        if key == "properties":
             kept[key] = {name: stripped(inner) for name, inner in value.items()}
         elif key in _KEPT:
             kept[key] = stripped(value) if key in ("items", "additionalProperties") else value

@@ -15,7 +15,7 @@ import pytest
 
 from tests.conftest import Bucket
 from tests.kube.kubelet import Kubelet
-from tests.kube.test_played import wait_for as played_wait_for
+from tests.kube.test_played import wait_for
 from voxlane.cli.main import main
 from voxlane.errors import ClusterError
 from voxlane.kube.client import Cluster, Object, path_of
@@ -82,11 +82,6 @@ def create(cluster: Cluster, name: str, source: str, emulator: Emulator, **spec:
 
 def status(cluster: Cluster, name: str) -> Object:
     return cluster.get(where(cluster, name)).get("status") or {}
-
-
-def wait_for(what: Callable[[], Any], seconds: float = 60.0) -> Any:
-    """As elsewhere, with patience: each pod is a Python that starts."""
-    return played_wait_for(what, seconds)
 
 
 def until(cluster: Cluster, name: str, phase: str, seconds: float = 60.0) -> Object:

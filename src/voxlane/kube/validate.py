@@ -21,7 +21,7 @@ KUBERNETES = "1.37"
 """The version whose core kinds are meant: fields that are older servers' too, where they have them."""
 _SHOWN = 60
 _VENDORED = ("jobset", "rayjob", "trainjob")
-_CHECKED = (
+CHECKED = (
     "type",
     "required",
     "enum",
@@ -33,6 +33,7 @@ _CHECKED = (
     "minItems",
     "maxItems",
 )
+"""What a schema may say of a value, besides its parts."""
 
 
 def validate(manifests: Sequence[Mapping[str, Any]], *, crds: Sequence[Mapping[str, Any]] = ()) -> None:
@@ -60,7 +61,7 @@ def strict(schema: Any) -> Any:
     if schema.get("x-kubernetes-int-or-string"):
         pattern = {"pattern": schema["pattern"]} if "pattern" in schema else {}
         return {"anyOf": [{"type": "integer"}, {"type": "string", **pattern}]}
-    made = {key: value for key, value in schema.items() if key in _CHECKED}
+    made = {key: value for key, value in schema.items() if key in CHECKED}
     if "properties" in schema:
         made["properties"] = {name: strict(inner) for name, inner in schema["properties"].items()}
         if "additionalProperties" not in schema and not schema.get("x-kubernetes-preserve-unknown-fields"):

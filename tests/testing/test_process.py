@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import os
 import re
 import select
 import subprocess
 import sys
 from http.client import HTTPConnection
+from pathlib import Path
 
 import pytest
 import requests
@@ -72,16 +75,39 @@ def test_command_line() -> None:
         "more",
         "--latency-ms",
         "1",
+        "--jitter-ms=2",
+        "--bandwidth=2MiB",
+        "--total-bandwidth=100MB",
+        "--requests-per-s=5e3",
     ]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         lines = [process.stdout.readline().strip() for _ in range(3)]
         url = lines[0]
         found = requests.get(f"{url}/storage/v1/b", timeout=10).json()["items"]
+        faults = requests.get(f"{url}/_emulator/faults", timeout=10).json()
         process.terminate()
     assert re.fullmatch(r"http://127\.0\.0\.1:\d+", url)
     assert lines[1:] == [f"export STORAGE_EMULATOR_HOST={url}", f"export AWS_ENDPOINT_URL={url}"]
     assert [bucket["name"] for bucket in found] == ["demo", "more"]
+    assert Faults.from_json(faults) == Faults(
+        latency_s=0.001,
+        jitter_s=0.002,
+        bandwidth_bytes_per_s=2 << 20,
+        total_bandwidth_bytes_per_s=100e6,
+        requests_per_s=5000,
+    )
+
+
+@pytest.mark.parametrize(
+    ("argument", "words"), [("--bandwidth=fast", "100MB"), ("--requests-per-s=-1", "Faults.requests_per_s")]
+)
+def test_wrong_arguments_are_named(argument: str, words: str) -> None:
+    for command in (["voxlane.testing"], ["voxlane", "emulator"]):
+        done = subprocess.run([sys.executable, "-m", *command, argument], capture_output=True, text=True)
+        assert done.returncode == 2
+        assert words in done.stderr
+        assert " ".join(command) in done.stderr
 
 
 def test_importing_needs_no_aiohttp() -> None:
@@ -136,6 +162,42 @@ def test_fill_is_cheap(emulator: Emulator) -> None:
         f"{emulator.url}/{BUCKET}/img-00000000.bin", headers={"Range": "bytes=1073741814-"}, timeout=10
     )
     assert len(first.content) == 10
+
+
+def test_objects_like_another(emulator: Emulator) -> None:
+    content = bytes(range(256)) * 4000
+    emulator.put(BUCKET, "first", content)
+    before = resident_bytes(emulator)
+    assert emulator.fill(BUCKET, 100_000, key="case-{:06d}", like="first") == 100_000
+    # One more copy of the content for each object would be 100 GB, one more key is some bytes.
+    assert resident_bytes(emulator) - before < 200 << 20
+    emulator.delete(BUCKET, "first")
+    url = f"{emulator.url}/{BUCKET}/case-000007"
+    answer = requests.get(url, headers={"Authorization": "Bearer t"}, timeout=10)
+    assert answer.content == content
+    assert answer.headers["ETag"] == f'"{hashlib.md5(content).hexdigest()}"'
+    assert requests.get(url, headers={"Range": "bytes=256-258"}, timeout=10).content == bytes([0, 1, 2])
+    listed = requests.get(f"{emulator.url}/storage/v1/b/{BUCKET}/o?prefix=case-00000", timeout=10).json()["items"]
+    assert [(each["name"], each["size"]) for each in listed] == [
+        (f"case-00000{i}", str(len(content))) for i in range(10)
+    ]
+    assert base64.b64decode(listed[0]["md5Hash"]) == hashlib.md5(content).digest()
+    assert f"crc32c={listed[0]['crc32c']}" in answer.headers["x-goog-hash"]
+    rows = requests.get(f"{emulator.url}/{BUCKET}?prefix=case-00000", timeout=10).text
+    assert rows.count(hashlib.md5(content).hexdigest()) == 10
+
+
+def test_objects_like_nothing(emulator: Emulator) -> None:
+    with pytest.raises(KeyError):
+        emulator.fill(BUCKET, 1, key="k{}", like="none")
+    emulator.put(BUCKET, "k", b"1")
+    with pytest.raises(EmulatorError, match="size_bytes and like"):
+        emulator.fill(BUCKET, 1, key="k{}", like="k", size_bytes=7)
+
+
+def resident_bytes(emulator: Emulator) -> int:
+    pages = Path(f"/proc/{emulator.pid}/statm").read_text().split()[1]
+    return int(pages) * os.sysconf("SC_PAGE_SIZE")
 
 
 def test_admin_refuses_nonsense(emulator: Emulator) -> None:

@@ -9,22 +9,46 @@ import socket
 import sys
 from collections.abc import Coroutine, Sequence
 
+from voxlane.errors import ConfigError
+from voxlane.sizes import bytes_of
 from voxlane.testing.access import Access
 from voxlane.testing.faults import Dice, Faults
 
 _PARENT_CHECK_S = 1.0
 
 
-def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m voxlane.testing", description="An object store in memory.")
+def _arguments(argv: Sequence[str] | None, program: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog=program, description="An object store in memory.")
     parser.add_argument("--port", type=int, default=0, help="port on 127.0.0.1; 0 (default) takes a free one")
     parser.add_argument("--bucket", action="append", default=[], help="bucket to create; may be repeated")
     parser.add_argument("--latency-ms", type=float, default=0.0, help="delay of every answer, in milliseconds")
+    parser.add_argument("--jitter-ms", type=float, default=0.0, help="up to this is added to that, uniformly")
+    parser.add_argument("--bandwidth", type=_size, default=0, help="bytes per second of a connection, such as 100MB")
+    parser.add_argument("--total-bandwidth", type=_size, default=0, help="bytes per second of all answers together")
+    parser.add_argument("--requests-per-s", type=float, default=0.0, help="refuse requests beyond this rate")
     parser.add_argument("--bearer-token", help="token that GCS requests must carry")
     parser.add_argument("--access-key-id", help="access key that S3 requests must be signed with")
     # Given by the Emulator class: end with that process, and print only the URL.
     parser.add_argument("--parent", type=int, default=0, help=argparse.SUPPRESS)
-    return parser.parse_args(argv)
+    arguments = parser.parse_args(argv)
+    try:
+        arguments.faults = Faults(
+            latency_s=arguments.latency_ms / 1000,
+            jitter_s=arguments.jitter_ms / 1000,
+            bandwidth_bytes_per_s=arguments.bandwidth,
+            total_bandwidth_bytes_per_s=arguments.total_bandwidth,
+            requests_per_s=arguments.requests_per_s,
+        )
+    except ValueError as bad:
+        parser.error(str(bad))
+    return arguments
+
+
+def _size(text: str) -> int:
+    try:
+        return bytes_of(text.removesuffix("B"))
+    except ConfigError as bad:
+        raise argparse.ArgumentTypeError(f"{text!r} is no size; write one such as 100MB or 1GiB") from bad
 
 
 async def _serve(arguments: argparse.Namespace) -> None:
@@ -36,7 +60,7 @@ async def _serve(arguments: argparse.Namespace) -> None:
     sock.bind(("127.0.0.1", arguments.port))
     url = f"http://127.0.0.1:{sock.getsockname()[1]}"
     emulation = Emulation(url)
-    emulation.admin.dice = Dice(Faults(latency_s=arguments.latency_ms / 1000))
+    emulation.admin.dice = Dice(arguments.faults)
     emulation.admin.access = Access(bearer_token=arguments.bearer_token, access_key_id=arguments.access_key_id)
     for bucket in arguments.bucket:
         emulation.objects.create(bucket)
@@ -73,9 +97,9 @@ def _run(main: Coroutine[None, None, None]) -> None:
         uvloop.run(main)
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    """Serve until interrupted, or until the parent ends."""
-    arguments = _arguments(argv)
+def main(argv: Sequence[str] | None = None, *, program: str = "python -m voxlane.testing") -> None:
+    """Serve until interrupted, or until the parent ends. `program`: its name in what it says about wrong arguments."""
+    arguments = _arguments(argv, program)
     try:
         import aiohttp  # noqa: F401
         import google_crc32c  # noqa: F401

@@ -31,6 +31,7 @@ class Admin:
             ("GET", "health"): self._health,
             ("GET", "counters"): self._counters,
             ("DELETE", "counters"): self._reset_counters,
+            ("GET", "faults"): self._faults,
             ("PUT", "faults"): self._set_faults,
             ("PUT", "access"): self._set_access,
             ("PUT", "bucket"): self._create_bucket,
@@ -59,6 +60,9 @@ class Admin:
     def _reset_counters(self, call: Call) -> Reply:
         self._ledger.reset()
         return Reply(204)
+
+    def _faults(self, call: Call) -> Reply:
+        return json_reply(self.dice.faults.to_json())
 
     def _set_faults(self, call: Call) -> Reply:
         self.dice = Dice(Faults.from_json(json.loads(call.body)))
@@ -104,7 +108,10 @@ class Admin:
         bucket = self._objects.need(order["bucket"])
         first, count, template = order["first"], order["count"], order["key"]
         keys = map(template.format, range(first, first + count))
-        return json_reply(self._objects.fill(bucket, keys, order["size_bytes"]))
+        like = bucket.need(order["like"]) if order.get("like") else None
+        if like is not None and order["size_bytes"]:
+            raise ValueError("size_bytes and like: give one of them, an object like another has its size")
+        return json_reply(self._objects.fill(bucket, keys, order["size_bytes"], like))
 
     def _uploads(self, call: Call) -> Reply:
         found = self._objects.need(call.arg("bucket")).uploads.values()

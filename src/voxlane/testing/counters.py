@@ -11,7 +11,7 @@ from typing import Any, Literal, get_args
 
 Kind = Literal["get", "head", "put", "list", "delete", "copy", "compose", "part", "other"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
-Injected = Literal["error", "cut", "truncate", "stall"]
+Injected = Literal["error", "cut", "truncate", "stall", "throttle"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +49,7 @@ class Counters:
     max_concurrent: int = 0
     """Most requests in progress at one moment."""
     injected: Mapping[str, int] = field(default_factory=dict)
-    """Faults that were carried out, by name: error, cut, truncate, stall."""
+    """Faults that were carried out, by name: error, cut, truncate, stall, throttle."""
     cpu_s: float = 0.0
     """Processor time of the server process, user and system, in seconds."""
 

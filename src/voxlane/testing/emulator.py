@@ -169,14 +169,26 @@ class Emulator:
         """Remove an object; KeyError when there is none."""
         self._ask("DELETE", "object", {"bucket": bucket, "key": key})
 
-    def fill(self, bucket: str, count: int, *, key: str = "img-{:08d}.bin", size_bytes: int = 0, first: int = 0) -> int:
+    def fill(
+        self,
+        bucket: str,
+        count: int,
+        *,
+        key: str = "img-{:08d}.bin",
+        size_bytes: int = 0,
+        first: int = 0,
+        like: str | None = None,
+    ) -> int:
         """Store ``count`` synthetic objects, cheaply; returns ``count``.
 
         ``key`` is a format with one place, for the numbers ``[first, first + count)``. The content of each is
         ``synthetic(key, size_bytes)``, made when it is read. Unless they are empty, such objects state no
         checksums (their ETag is opaque); use :meth:`put_many` where a client should verify.
+
+        ``like``: the key of an object of the bucket whose content they have instead, with its checksums. They share
+        its memory, and keep it when that object is replaced or removed; KeyError when there is none.
         """
-        order = {"bucket": bucket, "count": count, "key": key, "size_bytes": size_bytes, "first": first}
+        order = {"bucket": bucket, "count": count, "key": key, "size_bytes": size_bytes, "first": first, "like": like}
         filled: int = json.loads(self._ask("POST", "fill", {}, json.dumps(order).encode()))
         return filled
 
@@ -203,6 +215,10 @@ class Emulator:
         """Replace the faults and delays for requests that arrive from now on; seeds and ``fail_next`` start
         anew."""
         self._ask("PUT", "faults", {}, json.dumps(faults.to_json()).encode())
+
+    def faults(self) -> Faults:
+        """The faults and delays in force."""
+        return Faults.from_json(json.loads(self._ask("GET", "faults")))
 
     def clear_faults(self) -> None:
         """Go back to what the emulator was started with: no faults, and its ``latency_s``."""

@@ -2,19 +2,30 @@
 
 Whether a request is hit follows from the seed and from what is asked (kind, bucket, key, range, and how often
 the same was asked before), not from the order in which concurrent requests happen to arrive. So a run repeats
-even when its threads interleave differently.
+even when its threads interleave differently. Only ``requests_per_s`` depends on when requests arrive.
 """
 
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
 from voxlane.testing.counters import KINDS, Kind
+from voxlane.testing.limits import Link, Quota
 
 _RATES = ("error_rate", "cut_rate", "truncate_rate", "stall_rate")
+_AMOUNTS = (
+    "latency_s",
+    "jitter_s",
+    "bandwidth_bytes_per_s",
+    "total_bandwidth_bytes_per_s",
+    "requests_per_s",
+    "fail_next",
+    "stall_s",
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -31,6 +42,11 @@ class Faults:
     """Up to this many seconds are added to ``latency_s``, uniformly."""
     bandwidth_bytes_per_s: float = 0.0
     """Cap on body bytes per second of each connection; 0 means none."""
+    total_bandwidth_bytes_per_s: float = 0.0
+    """Cap on body bytes per second of all answers together, shared equally by those being sent; 0 means none."""
+    requests_per_s: float = 0.0
+    """Requests beyond this rate are refused (503 SlowDown in S3, 429 in GCS) instead of waiting; 0 means no cap. What
+    was not used in the second before may be used at once. A refusal comes after ``latency_s`` like any answer."""
     error_rate: float = 0.0
     """Share of requests answered with one of ``error_statuses``, without any effect on the store."""
     error_statuses: tuple[int, ...] = (503,)
@@ -62,8 +78,8 @@ class Faults:
                 raise ValueError(f"Faults.{name} is {getattr(self, name)!r}: give a probability from 0 to 1")
         if sum(getattr(self, name) for name in _RATES) > 1.0 + 1e-9:
             raise ValueError(f"Faults: {' + '.join(_RATES)} exceeds 1; one request meets at most one fault")
-        for name in ("latency_s", "jitter_s", "bandwidth_bytes_per_s", "fail_next", "stall_s"):
-            if getattr(self, name) < 0:
+        for name in _AMOUNTS:
+            if not 0 <= getattr(self, name) < math.inf:
                 raise ValueError(f"Faults.{name} is {getattr(self, name)!r}: give zero or more")
         if unknown := set(self.kinds) - set(KINDS):
             raise ValueError(f"Faults.kinds has {sorted(unknown)}: choose from {', '.join(KINDS)}")
@@ -95,6 +111,10 @@ class Fate(NamedTuple):
     truncate: bool = False
     stall_s: float = 0.0
     bandwidth_bytes_per_s: float = 0.0
+    link: Link | None = None
+    """Shared with other answers; None: no cap."""
+    throttled: bool = False
+    """Refuse and do nothing."""
 
 
 UNHARMED = Fate()
@@ -109,8 +129,14 @@ class Dice:
         self._failed = 0
         self._chancy = faults.jitter_s > 0 or any(getattr(faults, name) > 0 for name in _RATES)
         self._asked: dict[tuple[str, str, str, str], int] = {}
-        self._steady = Fate(delay_s=faults.latency_s, bandwidth_bytes_per_s=faults.bandwidth_bytes_per_s)
-        self._idle = self._steady == UNHARMED and not self._chancy and not self._left_to_fail
+        self._quota = Quota(faults.requests_per_s) if faults.requests_per_s else None
+        self._steady = Fate(
+            delay_s=faults.latency_s,
+            bandwidth_bytes_per_s=faults.bandwidth_bytes_per_s,
+            link=Link(faults.total_bandwidth_bytes_per_s) if faults.total_bandwidth_bytes_per_s else None,
+        )
+        harmless = self._steady == UNHARMED and self._quota is None
+        self._idle = harmless and not self._chancy and not self._left_to_fail
 
     def roll(self, kind: Kind, bucket: str, key: str, detail: str) -> Fate:
         """The fate of a request; ``detail`` tells apart requests of one key, such as their range."""
@@ -121,6 +147,8 @@ class Dice:
             return UNHARMED
         if not key.startswith(faults.key_prefix):
             return UNHARMED
+        if self._quota is not None and not self._quota.take():
+            return self._steady._replace(throttled=True)
         if self._left_to_fail:
             self._left_to_fail -= 1
             self._failed += 1

@@ -9,7 +9,7 @@ import time
 import zlib
 from bisect import bisect_left, insort
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import google_crc32c
@@ -66,21 +66,39 @@ class Stored:
         return self.headers.get("Content-Type", "application/octet-stream")
 
 
-class Fill(NamedTuple):
+@dataclass(frozen=True, slots=True, eq=False)
+class Fill:
     """What all objects of one :meth:`Emulator.fill` share; the bucket holds this instead of a million
     objects."""
 
     size: int
     generation: int
     created_s: float
+    like: Stored | None = None
+    """Whose content they have; None: each a synthetic one of its own."""
 
     def etag(self, key: str) -> str:
         """The true MD5 for empty objects; otherwise opaque, because an MD5 would need the body."""
+        if self.like is not None:
+            return self.like.etag
         if self.size == 0:
             return f'"{EMPTY_MD5.hex()}"'
         return f'"{zlib.crc32(key.encode()):08x}-{self.generation:x}"'
 
     def stored(self, key: str) -> Stored:
+        if self.like is not None:
+            self.like.crc32c()  # Known from here on, not computed again for each object and each time.
+            return replace(
+                self.like,
+                key=key,
+                generation=self.generation,
+                metageneration=1,
+                created_s=self.created_s,
+                updated_s=self.created_s,
+                headers=dict(self.like.headers),
+                metadata=dict(self.like.metadata),
+                rendered={},
+            )
         return Stored(
             key=key,
             body=Synthetic(key, self.size),
@@ -237,11 +255,12 @@ class Objects:
         bucket.put(stored)
         return stored
 
-    def fill(self, bucket: Bucket, keys: Iterable[str], size: int) -> int:
-        """Store synthetic objects; returns how many keys were given."""
+    def fill(self, bucket: Bucket, keys: Iterable[str], size: int, like: Stored | None = None) -> int:
+        """Store synthetic objects of ``size`` bytes, or ones with the content of ``like``; returns how many keys were
+        given."""
         generation = self.next_generation()
         names = list(keys)
-        bucket.fill(names, Fill(size, generation, generation / 1e6))
+        bucket.fill(names, Fill(like.body.size if like else size, generation, generation / 1e6, like))
         return len(names)
 
     def start_upload(self, bucket: Bucket, key: str, headers: dict[str, str], metadata: dict[str, str]) -> Upload:

@@ -58,6 +58,15 @@ def unsatisfiable(size: int) -> RefusedError:
     )
 
 
+def throttled(dialect: str) -> RefusedError:
+    """The error a service gives to a request beyond its rate."""
+    if dialect == "s3":
+        return RefusedError(503, "SlowDown", "Please reduce your request rate.", "backendError")
+    return RefusedError(
+        429, "TooManyRequests", "The request rate exceeds what the emulator allows", "rateLimitExceeded"
+    )
+
+
 def injected(status: int) -> RefusedError:
     """The error a service gives with ``status`` when it is overloaded or broken."""
     names = {

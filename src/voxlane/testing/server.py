@@ -11,7 +11,7 @@ import gc
 import hashlib
 import socket
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import cast
 
 from aiohttp import web
@@ -101,22 +101,30 @@ class Outgoing(web.StreamResponse):
         self.bytes_out = size
 
     async def _paced(self, transport: asyncio.Transport, chunks: Sequence[Chunk]) -> None:
-        """Write, no faster than the bandwidth cap."""
-        rate = self._fate.bandwidth_bytes_per_s
-        if not rate:
+        """Write, no faster than the connection's own cap and the one it shares with others."""
+        rate, link = self._fate.bandwidth_bytes_per_s, self._fate.link
+        if not rate and link is None:
             if not transport.is_closing():
                 transport.writelines(chunks)
             return
         loop = asyncio.get_running_loop()
         begin_s, sent = loop.time(), 0
-        for chunk in chunks:
-            for start in range(0, len(chunk), _PACED_CHUNK_BYTES):
-                piece = chunk[start : start + _PACED_CHUNK_BYTES]
+        if link is not None:
+            link.join()
+        try:
+            for piece in _pieces(chunks):
                 sent += len(piece)
-                await asyncio.sleep(begin_s + sent / rate - loop.time())
+                if rate:
+                    await asyncio.sleep(begin_s + sent / rate - loop.time())
+                if link is not None:
+                    # Also when there is nothing to wait for: the others' turns come while this one sleeps.
+                    await asyncio.sleep(link.turn(len(piece)))
                 if transport.is_closing():
                     return
                 transport.write(piece)
+        finally:
+            if link is not None:
+                link.leave()
 
     def _note(self, fault: Injected) -> None:
         if self._ledger is not None:
@@ -136,6 +144,13 @@ def _reset(transport: asyncio.Transport) -> None:
     connection = transport.get_extra_info("socket")
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
     transport.abort()
+
+
+def _pieces(chunks: Sequence[Chunk]) -> Iterator[Chunk]:
+    """The same bytes in pieces that are small enough to take turns with others'."""
+    for chunk in chunks:
+        for start in range(0, len(chunk), _PACED_CHUNK_BYTES):
+            yield chunk[start : start + _PACED_CHUNK_BYTES]
 
 
 def _first_bytes(chunks: Sequence[Chunk], count: int) -> list[Chunk]:
@@ -192,7 +207,10 @@ class Emulation:
                 delay_s += bytes_in / fate.bandwidth_bytes_per_s
             if delay_s:
                 await asyncio.sleep(delay_s)
-            if fate.error_status:
+            if fate.throttled:
+                ledger.inject("throttle")
+                refused = refusals.throttled(call.dialect)
+            elif fate.error_status:
                 ledger.inject("error")
                 refused = refusals.injected(fate.error_status)
             reply = self._error_reply(call, refused) if refused else self.reply(call)

@@ -10,9 +10,12 @@ from typing import Any
 
 import pytest
 import torch.utils.data
+from hypothesis import given
+from hypothesis import strategies as st
 
 from tests.conftest import Bucket
 from voxlane import DataLoader, IterableDataset, Manifest, MapDataset, StoreConfig, errors, list_objects
+from voxlane.dataset.samples import align
 from voxlane.testing import Access, Emulator, Faults
 
 Put = Callable[[Bucket, dict[str, bytes]], None]
@@ -162,6 +165,18 @@ def test_zip_names_what_has_no_partner(folder: Bucket, put: Put) -> None:
     twice = MapDataset.zip(image=MapDataset(f"{folder.uri}/images"), label=MapDataset(f"{folder.uri}/labels"))
     with pytest.raises(errors.PairError, match="two objects of 'image' are named 'b'"):
         len(twice)
+
+
+@given(st.lists(st.text(max_size=3), unique=True, min_size=1), st.randoms(use_true_random=False), st.booleans())
+def test_whatever_the_order_of_the_sources_the_same_names_meet(names: list[str], chance: Any, same: bool) -> None:
+    labels = list(names)
+    if not same:
+        chance.shuffle(labels)
+    rows = align({"image": "a", "label": "b"}, {"image": names, "label": labels})
+    assert [names[row] for row in rows["image"]] == names
+    assert [labels[row] for row in rows["label"]] == names
+    with pytest.raises(errors.PairError, match="two objects of 'image'"):
+        align({"image": "a", "label": "b"}, {"image": [*names, names[0]], "label": [*labels, names[0]]})
 
 
 # -- failures -------------------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from torch.utils.data import BatchSampler, default_collate
 
 from voxlane.dataset.base import OrderedDataset, Skipped
 from voxlane.dataset.map import MapDataset
-from voxlane.errors import ConfigError
+from voxlane.errors import ConfigError, VoxlaneError
 
 
 class _AllSkipped:
@@ -26,6 +26,13 @@ class _Collate:
     def __call__(self, samples: list[Any]) -> Any:
         kept = [s for s in samples if not isinstance(s, Skipped)]
         return self._collate(kept) if kept else _AllSkipped()
+
+
+def _as_raised(error: VoxlaneError) -> VoxlaneError:
+    """What a worker raised, without the worker's traceback, which torch puts into the message."""
+    kind = type(error)
+    head, mark, told = str(error).rpartition(f"\n{kind.__module__}.{kind.__qualname__}: ")
+    return kind(told.rstrip()) if mark and "Original Traceback" in head else error
 
 
 class DataLoader(torch.utils.data.DataLoader[Any]):
@@ -81,6 +88,8 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
                 self._taken_batches += 1
                 if not isinstance(batch, _AllSkipped):
                     yield batch
+        except VoxlaneError as error:
+            raise _as_raised(error) from None
         finally:
             dataset.block, dataset.keep_place = before
         self._taken_batches = self._batches_before = 0

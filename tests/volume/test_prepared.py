@@ -155,3 +155,17 @@ def test_the_tiny_dataset_says_where_its_cases_come_from(tiny: Prepared, tmp_pat
     assert case.shape == tuple(case.volume["label"]["shape"])
     assert replace(tiny, config=None) == tiny
     assert len(tiny) == len(made.kits()) // 2
+
+
+def test_a_table_of_many_groups_gives_every_case(folder: Bucket, tiny: Prepared) -> None:
+    patients = [f"p{number}" for number in range(2500)]
+    dataset = Prepared.load(publish_some(folder, tiny, patients), folder.config)
+    places = {f"case {number} of p{number}": number for number in range(2500)}
+    for row in (0, 1023, 1024, 2047, 2048, 2499):
+        case = dataset.case(row)
+        assert case.id == dataset.ids[row]
+        assert case.volume == {"n": places[case.id]}
+        assert (case.patient, case.fold) == (f"p{places[case.id]}", fold_of(case.patient, 5))
+    with pytest.raises(IndexError):
+        dataset.case(2500)
+    assert pickle.loads(pickle.dumps(dataset)).case(2048) == dataset.case(2048)

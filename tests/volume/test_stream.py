@@ -14,10 +14,13 @@ import numpy as np
 import pytest
 import torch
 import zarr
+from hypothesis import given
+from hypothesis import strategies as st
 
 from tests.conftest import Bucket
 from tests.volume import made
 from voxlane import DataLoader
+from voxlane.dataset.ahead import window_after
 from voxlane.errors import ConfigError, PreparedError, StateError
 from voxlane.testing import Emulator
 from voxlane.volume.cases import Caching, Cases
@@ -323,7 +326,7 @@ def test_only_the_chunks_that_a_patch_touches_are_read(large: Prepared, emulator
     chunk = case["image"]["chunk"][1:]
     assert chunk == [32, 32, 32]
     for start, patch, touched in (((0, 0, 0), (32, 32, 32), 1), ((33, 17, 50), (16, 16, 16), 4)):
-        cases = Cases(large)
+        cases = Cases(large, max_gap_bytes=0)
         emulator.reset_counters()
         image, label = cases.open(0).read_padded(start, patch)
         read = emulator.counters().bytes_out
@@ -420,3 +423,52 @@ def test_a_dataset_prepared_anew_is_noticed_in_a_bucket(gcs: Bucket, tmp_path: P
     with pytest.raises(PreparedError, match=r"gs://bkt/data/cases/case_0000\d\.zarr/.*changed after"):
         drain(old)
     drain(new)
+
+
+# -- how many are under way --------------------------------------------------------------------------------------------
+
+
+@given(st.integers(1, 40), st.integers(1, 64))
+def test_the_window_begins_with_a_batch_and_grows_to_its_bound(batch: int, most: int) -> None:
+    sizes = [window_after(taken, batch=batch, most=most) for taken in range(batch + most + 1)]
+    assert sizes == sorted(sizes)
+    assert set(sizes[: batch + 1]) == {min(most, max(2, batch))}
+    assert sizes[-1] == most
+
+
+@pytest.mark.parametrize("in_flight", [1, 2, 7, 64])
+def test_the_window_changes_no_patch(tiny: Prepared, whole: list[Any], in_flight: int) -> None:
+    assert keys(list(stream(tiny, in_flight=in_flight))) == whole
+    batches = list(DataLoader(stream(tiny, in_flight=in_flight), batch_size=5))
+    assert keys(singles(batches)) == whole
+
+
+def test_the_first_batch_is_asked_for_alone(tiny: Prepared) -> None:
+    asked: list[int] = []
+
+    class Watched(PatchStream):
+        def sample(self, position: int, epoch: int) -> dict[str, Any]:
+            asked.append(position)
+            return super().sample(position, epoch)
+
+    patches = Watched(tiny, samples=SAMPLES, seed=3, in_flight=16)
+    patches.block = 4
+    taken = iter(patches)
+    next(taken)
+    next(taken)
+    taken.close()
+    assert set(asked) <= set(range(4 + 2))
+
+
+def test_a_larger_gap_means_fewer_requests_and_the_same_voxels(large: Prepared, emulator: Emulator) -> None:
+    found = {}
+    for gap in (0, 1 << 20):
+        stream = PatchStream(large, samples=4, patch=(40, 40, 40), seed=1, max_gap_bytes=gap)
+        emulator.reset_counters()
+        patches = [(sample["image"], sample["label"]) for sample in stream]
+        found[gap] = patches, emulator.counters().get.requests, emulator.counters().bytes_out
+    for (image, label), (image_joined, label_joined) in zip(found[0][0], found[1 << 20][0], strict=True):
+        assert image.equal(image_joined)
+        assert label.equal(label_joined)
+    assert found[1 << 20][1] < found[0][1]
+    assert found[1 << 20][2] > found[0][2]

@@ -14,6 +14,7 @@ from voxlane import settings
 from voxlane.errors import ConfigError
 from voxlane.model.augment import AugmentSettings
 from voxlane.settings import record
+from voxlane.volume.array import MAX_GAP_BYTES
 from voxlane.volume.draw import Placement
 from voxlane.volume.plan import Network, Norm, Plan, Triple, Voxels
 
@@ -72,6 +73,9 @@ class Loader:
     cores from the training, and up to 8 a GPU, half of the cores at most."""
     in_flight: int = pydantic.Field(default=16, ge=1)
     """Patches fetched ahead at once, over all of them."""
+    max_gap_bytes: int = pydantic.Field(default=MAX_GAP_BYTES, ge=0)
+    """Chunks that lie at most so far apart in an object come in one request: more means fewer requests, which a bucket
+    charges for, and more bytes."""
     ram_cache_bytes: int = pydantic.Field(default=1 << 30, ge=0)
     """Compressed chunks kept in memory, over all of them; 0: none."""
     disk_cache: str | None = None

@@ -377,6 +377,7 @@ def _fit(
         placement=config.placement,
         seed=config.seed,
         in_flight=-(-config.loader.in_flight // max(1, workers)),
+        max_gap_bytes=config.loader.max_gap_bytes,
         caching=Caching(
             ram_bytes=config.loader.ram_cache_bytes // max(1, workers),
             folder=config.loader.disk_cache,

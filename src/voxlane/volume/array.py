@@ -23,6 +23,9 @@ from voxlane.errors import ConfigError, PreparedError
 Shape = tuple[int, ...]
 MISSING = np.uint64(2**64 - 1)
 """What the index says of a chunk that holds nothing but the fill value: it is not stored."""
+MAX_GAP_BYTES = 128 * 1024
+"""What a request fetches for nothing, at most, between two chunks that it is for. A patch of 128 cubed then takes half
+the requests of 32 KiB, for three tenths more bytes (docs/log.md); buckets charge for requests."""
 INDEX_SUM_BYTES = 4
 CHUNK_SIDE = 32
 """Default chunk along each of z, y, x: a quarter of a 128-cubed patch."""

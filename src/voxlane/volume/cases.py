@@ -17,6 +17,7 @@ from voxlane.dataset.cache import DiskCache
 from voxlane.store import Store
 from voxlane.store.counters import Counters
 from voxlane.volume import normalise
+from voxlane.volume.array import MAX_GAP_BYTES
 from voxlane.volume.draw import Triple
 from voxlane.volume.grid import Grid
 from voxlane.volume.prepared import Prepared, PreparedCase, case_key, folder
@@ -33,6 +34,8 @@ class Caching:
 
     ram_bytes: int = 1 << 30
     """Compressed chunks in memory, per process."""
+    index_bytes: int = 128 << 20
+    """Shard indexes and small objects in memory, per process."""
     folder: str | os.PathLike[str] | None = None
     """Compressed chunks on disk, for all processes of a machine; None: none."""
     disk_bytes: int = 100 << 30
@@ -90,22 +93,32 @@ def _blank_outside(values: npt.NDArray[np.float32], start: Triple, shape: Triple
 class Cases:
     """All cases of a prepared dataset; they share connections and caches. Cheap to build and to pickle."""
 
-    def __init__(self, prepared: Prepared, caching: Caching | None = None) -> None:
+    def __init__(
+        self, prepared: Prepared, caching: Caching | None = None, *, max_gap_bytes: int = MAX_GAP_BYTES
+    ) -> None:
+        """`max_gap_bytes`: chunks that lie at most so far apart in an object come in one request, with what is between
+        them."""
         self.prepared = prepared
         self._caching = caching or Caching()
+        self._max_gap_bytes = max_gap_bytes
         disk = None if self._caching.folder is None else DiskCache(self._caching.folder, self._caching.disk_bytes)
         self._prefix = folder(uris.parse(prepared.uri).key)
         staged = None if self._caching.staged is None else Staged(self._caching.staged, prepared)
         self._volumes = Volumes(
-            Store(prepared.uri, prepared.config), memory_bytes=self._caching.ram_bytes, disk=disk, staged=staged
+            Store(prepared.uri, prepared.config),
+            memory_bytes=self._caching.ram_bytes,
+            index_bytes=self._caching.index_bytes,
+            max_gap_bytes=max_gap_bytes,
+            disk=disk,
+            staged=staged,
         )
         self.open = lru_cache(_OPEN_CASES)(self._open)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"prepared": self.prepared, "caching": self._caching}
+        return {"prepared": self.prepared, "caching": self._caching, "max_gap_bytes": self._max_gap_bytes}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        Cases.__init__(self, state["prepared"], state["caching"])
+        Cases.__init__(self, **state)
 
     def _open(self, row: int) -> CaseVolume:
         """The case at a row of the dataset's table."""

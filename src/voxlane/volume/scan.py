@@ -59,8 +59,16 @@ def read_scan(uri: str, config: StoreConfig | None = None) -> Scan:
     ScanError when it is no readable 3D scan, NotFoundError when nothing is there.
     """
     stored, geometry = _read(uri, config)
-    image = geometry.to_canonical(_native(stored.values()))
-    return Scan(np.ascontiguousarray(image), geometry, stored.array.dtype.newbyteorder("="))
+    return Scan(_image(stored, geometry), geometry, stored.array.dtype.newbyteorder("="))
+
+
+def image_of(body: bytes, uri: str) -> Array:
+    """What `read_scan` gives as its image, of a NIfTI file whose bytes are here; `uri` is for errors."""
+    return _image(*_nifti(body, uri))
+
+
+def _image(stored: Stored, geometry: Geometry) -> Array:
+    return np.ascontiguousarray(geometry.to_canonical(_native(stored.values())))
 
 
 def read_label(uri: str, config: StoreConfig | None = None) -> tuple[npt.NDArray[np.uint8], Geometry]:
@@ -69,12 +77,20 @@ def read_label(uri: str, config: StoreConfig | None = None) -> tuple[npt.NDArray
     Whole numbers stored as floats are fine; LabelValuesError for any other value.
     """
     stored, geometry = _read(uri, config)
+    return _label(stored, geometry, uri), geometry
+
+
+def label_of(body: bytes, uri: str) -> npt.NDArray[np.uint8]:
+    """What `read_label` gives, of a NIfTI file whose bytes are here; `uri` is for errors."""
+    return _label(*_nifti(body, uri), uri)
+
+
+def _label(stored: Stored, geometry: Geometry, uri: str) -> npt.NDArray[np.uint8]:
     if len(stored.array) != 1:
         raise NotVolumeError(
             f"the label is a 4D file of {len(stored.array)} volumes", uri=uri, fix="Give one 3D volume of class numbers"
         )
-    values = _whole_numbers(stored.values(exact=True)[0], uri)
-    return np.ascontiguousarray(geometry.to_canonical(values)), geometry
+    return np.ascontiguousarray(geometry.to_canonical(_whole_numbers(stored.values(exact=True)[0], uri)))
 
 
 def write_mask(

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections import deque
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from itertools import islice
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import torch
 import torch.utils.data
 
+from voxlane.dataset.ahead import in_order
 from voxlane.dataset.base import OrderedDataset
 from voxlane.dataset.order import worker_share
 from voxlane.errors import ConfigError
+from voxlane.volume.array import MAX_GAP_BYTES
 from voxlane.volume.cases import Caching, Cases
 from voxlane.volume.draw import Placement, Triple, augment_seed, case_at, draw_patch, is_forced
 from voxlane.volume.prepared import Prepared
@@ -32,7 +33,9 @@ class PatchStream(OrderedDataset, torch.utils.data.IterableDataset[dict[str, Any
         after normalisation) and the label background.
     foreground_share: the share of patches drawn around foreground.
     in_flight: patches that are being fetched or decoded, or wait to be taken, per process. Memory is about this many
-        patches, twice.
+        patches, twice. A pass begins with those of one batch, so that the first batch does not wait for others.
+    max_gap_bytes: chunks that lie at most so far apart in an object come in one request: more means fewer requests and
+        more bytes.
 
     A sample is a dict of plain tensors: image (C, Z, Y, X) float32, label (Z, Y, X) uint8, and int64 scalars `seed`
     (for its augmentation), `row` (its case) and `position` (its place in the epoch). Ranks, and the workers of a
@@ -57,6 +60,7 @@ class PatchStream(OrderedDataset, torch.utils.data.IterableDataset[dict[str, Any
         world_size: int | None = None,
         in_flight: int = 16,
         caching: Caching | None = None,
+        max_gap_bytes: int = MAX_GAP_BYTES,
     ) -> None:
         super().__init__(shuffle=False, seed=seed, rank=rank, world_size=world_size, tail="keep")
         self.rows = list(range(len(prepared))) if rows is None else list(rows)
@@ -80,7 +84,7 @@ class PatchStream(OrderedDataset, torch.utils.data.IterableDataset[dict[str, Any
         self.foreground_share = foreground_share
         self.placement: Placement = placement
         self.in_flight = in_flight
-        self.cases = Cases(prepared, caching)
+        self.cases = Cases(prepared, caching, max_gap_bytes=max_gap_bytes)
         self._pool: tuple[int, ThreadPoolExecutor] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
@@ -117,22 +121,11 @@ class PatchStream(OrderedDataset, torch.utils.data.IterableDataset[dict[str, Any
             self.cases.enter_process()
             self._pool = os.getpid(), ThreadPoolExecutor(self.in_flight, thread_name_prefix="voxlane-patch")
             self.cases.count_into(self._tally.counters())
-        pool, epoch = self._pool[1], self.epoch
-        left = iter(positions)
-        under_way: deque[Future[dict[str, Any]]] = deque()
-        try:
-            for position in islice(left, self.in_flight):
-                under_way.append(pool.submit(self.sample, position, epoch))
-            while under_way:
-                sample = under_way.popleft().result()
-                for position in islice(left, 1):
-                    under_way.append(pool.submit(self.sample, position, epoch))
-                timing = self.cases.timing()
-                self._tally.set_times(timing.wait_s, timing.decode_s)
-                yield sample
-        finally:
-            for future in under_way:
-                future.cancel()
+        work = partial(self.sample, epoch=self.epoch)
+        for sample in in_order(self._pool[1], work, positions, self.in_flight, batch=self.block):
+            timing = self.cases.timing()
+            self._tally.set_times(timing.wait_s, timing.decode_s)
+            yield sample
         self.end_pass()
 
     @property

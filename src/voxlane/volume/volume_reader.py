@@ -25,7 +25,7 @@ from voxlane.dataset.cache import DiskCache
 from voxlane.errors import ChangedError, ConfigError, NotFoundError, PreparedError, RangeError
 from voxlane.store import Store
 from voxlane.store.ranges import Span, coalesce
-from voxlane.volume.array import MISSING, ArrayMeta, Piece, Shape, object_name, plan_region, read_index
+from voxlane.volume.array import MAX_GAP_BYTES, MISSING, ArrayMeta, Piece, Shape, object_name, plan_region, read_index
 from voxlane.volume.codec import ChunkCodec, checksum
 
 _V = TypeVar("_V")
@@ -76,7 +76,7 @@ class Volumes:
         memory_bytes: int = 256 * MIB,
         disk: DiskCache | None = None,
         index_bytes: int = 128 * MIB,
-        max_gap_bytes: int = 32 * 1024,
+        max_gap_bytes: int = MAX_GAP_BYTES,
         whole_bytes: int = 256 * 1024,
         staged: Copy | None = None,
     ) -> None:

@@ -17,8 +17,9 @@ from torch import nn
 
 from tests.train import made
 from voxlane.bench import scaling_report, simulated
+from voxlane.bench.launching import cpu_share
 from voxlane.bench.scaling import Measured, from_history, summed, training_config
-from voxlane.bench.scaling_ranks import RankTimes, check_weights, cpu_share
+from voxlane.bench.scaling_ranks import RankTimes, check_weights
 from voxlane.bench.scaling_setting import Point, ScalingSetting, numbers, turns
 from voxlane.bench.scaling_trials import Searched
 from voxlane.errors import ConfigError, CorruptError

@@ -8,6 +8,7 @@ import multiprocessing
 import os
 import pickle
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.process import BaseProcess
@@ -34,7 +35,7 @@ def run(work: Callable[..., Any], num_ranks: int, accelerator: str, *arguments: 
     context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory(prefix="voxlane-bench-") as folder:
         processes = [
-            context.Process(target=_main, args=(work, rank, num_ranks, accelerator, folder, arguments), daemon=True)
+            context.Process(target=_main, args=(work, rank, num_ranks, accelerator, folder, arguments))
             for rank in range(num_ranks)
         ]
         for process in processes:
@@ -67,6 +68,21 @@ def gather(value: Any) -> list[Any]:
     except RuntimeError as error:
         raise LostRankError(f"another rank was lost: {str(error).splitlines()[0]}") from None
     return values
+
+
+def from_first(work: Callable[[], Any]) -> Any:
+    """What `work` returns on the first rank, for every rank; where it raised there, the others raise LostRankError."""
+    if not dist.is_initialized():
+        return work()
+    said: list[Any] = [None, False]
+    try:
+        if dist.get_rank() == 0:
+            said = [work(), True]
+    finally:
+        dist.broadcast_object_list(said, src=0)
+    if not said[1]:
+        raise LostRankError("the first rank failed")
+    return said[0]
 
 
 def device_type(accelerator: str, num_local_ranks: int = 1) -> str:
@@ -105,6 +121,7 @@ def _group(accelerator: str, rendezvous: str, local_rank: int, rank: int, num_ra
 def _main(
     work: Callable[..., Any], rank: int, num_ranks: int, accelerator: str, folder: str, arguments: tuple[Any, ...]
 ) -> None:
+    threading.Thread(target=_end_with_parent, name="voxlane-parent", daemon=True).start()
     try:
         with _group(accelerator, f"file://{folder}/rendezvous", rank, rank, num_ranks) as device:
             result = work(device, *arguments)
@@ -115,6 +132,14 @@ def _main(
     except VoxlaneError as error:
         Path(folder, f"failure-{rank}").write_bytes(pickle.dumps(error))
         raise SystemExit(1) from None
+
+
+def _end_with_parent() -> None:
+    """A parent that was killed ends no rank: they would go on, and nobody would read what they find."""
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        parent.join()
+        os._exit(1)
 
 
 def _wait(processes: Sequence[BaseProcess]) -> None:

@@ -27,10 +27,25 @@ _COLOURS = {"voxlane": "#d1495b", "fsspec": "#30638e", "filesystem": "#8d99ae"}
 
 def check_writable(out: Path, *, plot: bool) -> None:
     """Raise now, not after the measurements, if the results could not be written."""
-    if not out.parent.is_dir() or not os.access(out.parent, os.W_OK) or out.is_dir():
-        raise ConfigError("cannot write the result file here", uri=str(out), fix="Give --out FILE in a folder of yours")
+    existed = out.exists()
+    try:
+        with open(out, "ab"):
+            pass
+        if not existed:
+            out.unlink()
+    except OSError as error:
+        raise ConfigError(
+            f"cannot write the result file here: {error.strerror}",
+            uri=str(out),
+            fix="Give --out FILE in a folder of yours",
+        ) from None
     if plot and out.suffix == ".png":
         raise ConfigError("the result file is JSON", uri=str(out), fix="Give --out FILE.json; the plot lies beside it")
+    check_plot(plot=plot)
+
+
+def check_plot(*, plot: bool) -> None:
+    """Raise now if a plot is wanted and cannot be drawn."""
     if plot and find_spec("matplotlib") is None:
         raise MissingExtraError.of("bench", "the plot (leave it out with --no-plot)")
 

@@ -16,8 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from voxlane.bench import scaling_ranks, scaling_trials
+from voxlane.bench.launching import Launch
 from voxlane.bench.scaling_data import make_prepared
-from voxlane.bench.scaling_ranks import Job, Launch, RankTimes
+from voxlane.bench.scaling_ranks import Job, RankTimes
 from voxlane.bench.scaling_setting import Point, ScalingSetting, turns
 from voxlane.bench.scaling_trials import Searched
 from voxlane.errors import ConfigError

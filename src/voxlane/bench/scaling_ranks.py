@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import lightning.pytorch as pl
 import torch
@@ -16,6 +15,7 @@ import torch.distributed as dist
 from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 
 from voxlane.bench import ranks, simulated
+from voxlane.bench.launching import Launch, local, on_ray
 from voxlane.bench.scaling_setting import Point, ScalingSetting
 from voxlane.errors import CorruptError
 from voxlane.model.networks import build as build_network
@@ -30,50 +30,15 @@ from voxlane.volume.cases import Caching
 from voxlane.volume.prepared import Prepared
 from voxlane.volume.stream import PatchStream
 
-_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
-"""A worker is one thread of arithmetic, however many share a machine: so that more of them is all that changes."""
-
-
-class Launch(Protocol):
-    """Calls a picklable function on every rank of a new process group; returns what the first rank returned."""
-
-    def __call__(self, function: Callable[[], Any], *, workers: int) -> Any: ...
-
 
 @contextmanager
 def launcher(setting: ScalingSetting) -> Iterator[Launch]:
     """How this benchmark starts ranks."""
     if setting.launcher == "local":
-        yield _local
+        yield local
         return
-    from voxlane.launch.cluster import check, cluster
-    from voxlane.launch.ranks import on_ranks
-
-    most = max(setting.workers)
-    with cluster(setting.address) as found:
-        nodes = found.nodes()
-        # Simulated workers wait most of the time: more of them than processors is what they are for.
-        cpus = 1.0 if setting.real else min(1.0, cpu_share([node.cpus for node in nodes], most))
-        gpus = 1.0 if setting.real and any(node.gpus for node in nodes) else 0.0
-        check(nodes, most, cpus, gpus)
-        yield partial(on_ranks, cpus=cpus, gpus=gpus, environment=_ENVIRONMENT)
-
-
-def cpu_share(cpus: Sequence[float], workers: int) -> float:
-    """The largest share of a CPU, in hundredths, of which machines with so many `cpus` have room for all `workers`."""
-    return next((s / 100 for s in range(100, 0, -1) if sum(int(100 * c + 1e-6) // s for c in cpus) >= workers), 0.01)
-
-
-def _local(function: Callable[[], Any], *, workers: int) -> Any:
-    return ranks.run(_call, workers, "cpu", function)
-
-
-def _call(device: torch.device, function: Callable[[], Any]) -> Any:
-    """As torchrun would: the group stands, and the environment says who is who."""
-    rank, size = str(dist.get_rank()), str(dist.get_world_size())
-    os.environ |= {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "GROUP_RANK": "0"}
-    os.environ |= _ENVIRONMENT
-    return function()
+    with on_ray(setting.address, max(setting.workers), real=setting.real) as launch:
+        yield launch
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -199,10 +199,11 @@ def aligned(rows: Sequence[Sequence[str]]) -> str:
 
 def save(result: dict[str, Any], out: Path, *, plot: bool) -> list[Path]:
     """Write the result file and, beside it, the plot; returns what was written."""
-    return report.save(result, out, plot=plot, draw=_draw)
+    return report.save(result, out, plot=plot, draw=draw)
 
 
-def _draw(result: dict[str, Any], path: Path) -> None:
+def draw(result: dict[str, Any], path: Path) -> None:
+    """The figure of a result."""
     import matplotlib
 
     matplotlib.use("Agg")  # no display on servers
@@ -217,8 +218,8 @@ def _draw(result: dict[str, Any], path: Path) -> None:
     if result["trials"]:
         panels.append(_draw_trials)
     figure, axes = plt.subplots(1, len(panels), figsize=(4.6 * len(panels), 4), squeeze=False)
-    for draw, place in zip(panels, axes[0], strict=True):
-        draw(place, result)
+    for panel, place in zip(panels, axes[0], strict=True):
+        panel(place, result)
     what = "real training" if setting["real"] else f"simulated accelerator, {setting['step_time_s']:g} s a step"
     figure.suptitle(what if result["workers"] else "trials of a search")
     machine = result["hardware"]

@@ -8,6 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from voxlane.bench import loading_command
+from voxlane.bench.scale import command as scale_command
 from voxlane.bench.scaling_setting import LAUNCHERS, MODES
 from voxlane.bench.setting import ACCELERATORS, FORMATS, STRATEGIES
 
@@ -78,6 +80,8 @@ def add_parser(
     kinds = bench.add_subparsers(title="benchmarks", metavar="BENCHMARK", required=True)
     _add_checkpoint(kinds, add_store_options, store_config)
     _add_scaling(kinds, add_store_options, store_config)
+    loading_command.add(kinds, add_store_options, store_config)
+    scale_command.add(kinds, add_store_options, store_config)
 
 
 def _add_checkpoint(

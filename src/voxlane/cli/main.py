@@ -223,15 +223,24 @@ def _add_emulator(commands: argparse._SubParsersAction[argparse.ArgumentParser])
     )
     parser.add_argument("--port", type=int, default=4443, help="port on 127.0.0.1; 0 picks a free one (default 4443)")
     parser.add_argument("--bucket", action="append", help="a bucket to create (repeatable)")
-    parser.add_argument("--latency-ms", type=float, default=0.0, help="added to every request (default 0)")
+    parser.add_argument("--latency-ms", default="0", help="added to every request (default 0)")
+    parser.add_argument("--jitter-ms", default="0", help="up to this is added to that, uniformly (default 0)")
+    parser.add_argument(
+        "--bandwidth", default="0", help="bytes per second of a connection, such as 100MB (default: any)"
+    )
+    parser.add_argument(
+        "--total-bandwidth", default="0", help="bytes per second of all answers together (default: any)"
+    )
+    parser.add_argument("--requests-per-s", default="0", help="refuse requests beyond this rate (default: none)")
     parser.set_defaults(run=_emulator)
 
 
 def _emulator(options: argparse.Namespace) -> int:
     from voxlane.testing.__main__ import main as serve
 
-    buckets = [word for bucket in options.bucket or [] for word in ("--bucket", bucket)]
-    serve(["--port", str(options.port), "--latency-ms", str(options.latency_ms), *buckets])
+    names = ("port", "latency_ms", "jitter_ms", "bandwidth", "total_bandwidth", "requests_per_s")
+    words = [f"--{name.replace('_', '-')}={getattr(options, name)}" for name in names]
+    serve([*words, *(f"--bucket={bucket}" for bucket in options.bucket or [])], program="voxlane emulator")
     return 0
 
 

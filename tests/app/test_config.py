@@ -12,6 +12,7 @@ from voxlane.app.config import App, Stage, name_limit, overrides, staged_data
 from voxlane.errors import ConfigError
 
 TRAIN = {"data": "gs://b/kits", "run": "gs://b/runs/a"}
+LOADING = ["voxlane", "bench", "loading", "gs://b/kits"]
 BASE: dict[str, Any] = {"name": "kits", "image": "registry.example/team/kits"}
 
 
@@ -37,6 +38,18 @@ def app(**values: Any) -> App:
         ({"command": []}, "command"),
         ({"tune": TRAIN}, "tune: it runs on template rayjob, not jobset"),
         ({"train": TRAIN, "template": "rayjob"}, "train: it runs on template jobset or trainjob, not rayjob"),
+        ({"command": ["x"], "template": "rayjob"}, "command: it runs on template jobset or trainjob, not rayjob"),
+        (
+            {"command": ["voxlane", "bench", "checkpoint"], "template": "rayjob"},
+            "command: it runs on template jobset or trainjob, not rayjob",
+        ),
+        (
+            {"command": ["voxlane", "bench", "scaling"], "nodes": 2},
+            "command: it runs on template rayjob, not jobset",
+        ),
+        ({"command": LOADING}, "run: missing; the result of `voxlane bench loading` goes with its pod"),
+        ({"command": [*LOADING, "--out", "a.json"], "run": "gs://b/r"}, "command: --out a.json goes with the pod"),
+        ({"command": [*LOADING, "--out=/tmp/a.json"]}, "command: --out /tmp/a.json goes with the pod"),
         ({"train": TRAIN, "template": "tensorboard"}, "give `run` alone"),
         ({"train": None, "template": "tensorboard"}, "run: missing"),
         ({"train": {**TRAIN, "run": "runs/a"}}, "train.run: 'runs/a' is in no bucket"),

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.app.test_config import BASE, TRAIN, app
+from tests.app.test_config import BASE, LOADING, TRAIN, app
 from voxlane.app.config import App
 from voxlane.app.pod import Manifest
 from voxlane.app.render import content, render, render_board, to_yaml
@@ -95,6 +95,47 @@ def test_a_command_gets_what_torchrun_reads() -> None:
     assert "job-completion-index" in env["PET_NODE_RANK"]["valueFrom"]["fieldRef"]["fieldPath"]
     kept = workload(app(command=["python", "a.py"], run="gs://b/r/"))
     assert words(kept)[:6] == ["voxlane", "app", "entry", "--logs", "gs://b/r/logs", "--"]
+
+
+def test_a_benchmark_of_loading_is_ranks_as_training_is() -> None:
+    made = workload(app(command=[*LOADING, "--batch", 4], run="s3://b/bench/", nodes=2, devices_per_node=4))
+    entry, (torchrun, *where), loading = words(made)[:6], words(made)[6:16], words(made)[16:]
+    assert entry == ["voxlane", "app", "entry", "--logs", "s3://b/bench/logs", "--"]
+    assert torchrun == "torchrun"
+    assert ["torchrun", *where] == words(workload(app(nodes=2, devices_per_node=4)))[6:16]
+    assert loading == [*LOADING, "--batch", "4", "--out", "s3://b/bench/loading-bench.json"]
+    assert not any(one["name"].startswith("PET_") for one in pod_of(made)["containers"][0]["env"])
+
+
+def test_one_process_of_a_benchmark_and_a_result_where_its_user_says() -> None:
+    made = workload(app(command=[*LOADING, "--out=gs://b/x.json"]))
+    assert words(made) == [*LOADING, "--out=gs://b/x.json"]
+
+
+def test_a_benchmark_of_loading_on_ray_is_told_how_large_it_is() -> None:
+    asked = {"template": "rayjob", "nodes": 8, "devices_per_node": 4, "resources": {"cpu": 16}}
+    made = workload(app(command=[*LOADING, "--ranks", 2], run="gs://b/r", **asked))
+    validate([made])
+    told = "--out gs://b/r/loading-bench.json --launcher ray --nodes 8 --address auto"
+    assert made["spec"]["entrypoint"].endswith(f"-- {' '.join(LOADING)} --ranks 2 {told}")
+    assert "--ranks 4" in workload(app(command=LOADING, run="gs://b/r", **asked))["spec"]["entrypoint"]
+
+
+def test_a_benchmark_reaches_the_buckets_that_its_words_name() -> None:
+    made = workload(app(command=[*LOADING, "s3://raw/kits"], run="gs://b/r", credentials={"endpoint": "http://x:1"}))
+    env = {one["name"]: one.get("value") for one in pod_of(made)["containers"][0]["env"]}
+    assert env["AWS_ENDPOINT_URL"] == env["STORAGE_EMULATOR_HOST"] == "http://x:1"
+    assert "AZURE_STORAGE_ENDPOINT" not in env
+
+
+def test_a_wrong_command_of_ours_is_refused_before_it_is_deployed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said = {**BASE, "image": "kits:1", "command": ["voxlane", "bench", "checkpoint", "--epoch", "3"]}
+    (tmp_path / "app.yaml").write_text(yaml.safe_dump(said))
+    with pytest.raises(SystemExit):
+        main(["app", "render", str(tmp_path)])
+    assert "unrecognized arguments: --epoch" in capsys.readouterr().err
 
 
 def test_a_queue_lets_it_go_and_places_it() -> None:
@@ -333,7 +374,7 @@ def test_core_kinds_are_checked_strictly() -> None:
 # -- samples -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("template", ["jobset", "rayjob", "trainjob", "tensorboard"])
+@pytest.mark.parametrize("template", ["jobset", "rayjob", "trainjob", "tensorboard", "loading"])
 def test_the_samples_are_what_is_rendered(template: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["app", "render", str(DOCS / template)]) == 0
     again = f"voxlane app render docs/kubernetes/{template} > docs/kubernetes/{template}.yaml"

@@ -102,3 +102,48 @@ def test_staged_trained_drained_finished(
     left = cluster.list(pods) + cluster.list(path_of("voxlane.dev/v1alpha1", "StagedDataset", cluster.namespace))
     assert [path_of_object(one) for one in left] == []
     assert list(kubelet.root.glob("*/var/lib/voxlane/datasets/*")) == []
+
+
+def test_loading_is_measured_and_kept_in_the_bucket(
+    cluster: Cluster,
+    kubelet: Kubelet,
+    jobsets: JobSets,
+    add_node: Callable[..., None],
+    gcs: Bucket,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name in ("node-a", "node-b"):
+        add_node(name)
+    monkeypatch.setenv("STORAGE_EMULATOR_HOST", str(gcs.config.endpoint))
+    made.prepared(made.put(gcs, made.kits(), "scans/"), f"{gcs.uri}/data", gcs.config)
+    folder = tmp_path / "bench"
+    voxlane("app", "init", "bench", "--dir", str(folder))
+    loading = ["voxlane", "bench", "loading", f"{gcs.uri}/data", "--steps", 4, "--batch", 1, "--step-time", 0.02]
+    (folder / "app.yaml").write_text(
+        yaml.safe_dump(
+            {
+                "name": "bench",
+                "template": "jobset",
+                "image": "here:1",
+                "command": loading,
+                "run": f"{gcs.uri}/bench",
+                "nodes": 2,
+                "devices_per_node": 2,
+                "resources": {"cpu": 1, "memory": "4Gi"},
+                "restarts": 0,
+                "credentials": {"endpoint": gcs.config.endpoint},
+            }
+        )
+    )
+    print(voxlane("app", "deploy", str(folder), "-n", cluster.namespace))
+    jobset = path_of("jobset.x-k8s.io/v1alpha2", "JobSet", cluster.namespace, "bench")
+    wait_for(lambda: cluster.get(jobset).get("status", {}).get("terminalState"), 200)
+    said = voxlane("app", "logs", str(folder), "-n", cluster.namespace)
+    assert cluster.get(jobset)["status"]["terminalState"] == "Completed", said
+    assert "samples/s" in said
+    found = json.loads(bytes(gcs.store.get("bench/loading-bench.json")))
+    assert (found["setting"]["nodes"], found["setting"]["ranks"]) == (2, 2)
+    assert [(node["node"], node["samples"]) for node in found["epochs"][0]["nodes"]] == [(0, 8), (1, 8)]
+    assert bytes(gcs.store.get("bench/loading-bench.png")).startswith(b"\x89PNG")
+    print(voxlane("app", "undeploy", str(folder), "-n", cluster.namespace))

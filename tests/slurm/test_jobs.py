@@ -247,6 +247,25 @@ def test_torchrun_trains_over_two_nodes_without_ray(
     nothing_left(slurm, job)
 
 
+@pytest.mark.parametrize("launcher", ["ray", "torchrun"])
+def test_loading_is_measured_on_all_nodes(slurm: Rig, data: str, shared: Path, launcher: str) -> None:
+    logs, out = shared / "logs", shared / "loading.json"
+    words = ["--launcher", launcher, "--nodes", "2", "--workers-per-node", "2", "--", "bench", "loading", data]
+    words += ["--steps", "4", "--batch", "1", "--step-time", "0.02", "--no-plot", "--out", str(out)]
+    job = submit(slurm, logs, *words)
+    log = ended(slurm, job, logs)
+    assert "samples/s" in log
+    found = json.loads(out.read_text())
+    assert (found["setting"]["nodes"], found["setting"]["ranks"]) == (2, 2)
+    assert len(found["epochs"]) == 2
+    for epoch in found["epochs"]:
+        assert epoch["samples"] == 4 * 2 * 2
+        nodes = sorted((node["host"], node["ranks"], node["samples"]) for node in epoch["nodes"])
+        assert nodes == [("node0", 2, 8), ("node1", 2, 8)]
+    assert "bench loading" in slurm.voxlane("slurm", "status", str(job)).stdout
+    nothing_left(slurm, job)
+
+
 def test_stage_runs_on_nodes_by_srun(slurm: Rig, data: str) -> None:
     where = str(slurm.local / "direct")
     done = slurm.voxlane("stage", data, where, "--nodelist", "node[1-2]")

@@ -13,9 +13,10 @@ import pytest
 from voxlane.cli.main import main
 from voxlane.cli.slurm import absolute, lines, trained, tuned
 from voxlane.errors import ConfigError
+from voxlane.launch.parallel import launcher, restarted
 from voxlane.launch.slurm import Known, parse_queue, refusal, why_waiting
 from voxlane.launch.slurm_node import absent, endpoint
-from voxlane.launch.slurm_script import Job, comment, placed, read_comment, restarted, script
+from voxlane.launch.slurm_script import Job, comment, placed, read_comment, script
 
 
 def job(*command: str, **said: Any) -> Job:
@@ -73,10 +74,51 @@ def test_train_gets_a_worker_for_every_gpu_or_node_unless_told() -> None:
     assert words("train", "d'$(x)", "--run", "r y", launcher="none") == """train 'd'"'"'$(x)' --run 'r y'"""
 
 
+def test_loading_gets_a_rank_for_every_gpu_or_node_unless_told() -> None:
+    def words(*command: str, **said: Any) -> str:
+        return " ".join(placed(job("bench", "loading", *command, **said), ("bench", "loading", *command)))
+
+    every = words("gs://b/d", nodes=2, workers_per_node=4)
+    assert every == 'bench loading gs://b/d --launcher ray --nodes 2 --ranks 4 --address "$address"'
+    assert words("d", "--ranks=3", nodes=2) == 'bench loading d --ranks=3 --launcher ray --nodes 2 --address "$address"'
+    assert words("d", "--launcher", "local", "--ranks", "2") == "bench loading d --launcher local --ranks 2"
+    assert words("d", nodes=2, launcher="torchrun") == "bench loading d"
+
+
+def test_what_torchrun_starts_again_is_what_goes_on() -> None:
+    assert "--max-restarts=2 " in script(job(launcher="torchrun"))
+    assert "--max-restarts=0 " in script(job("bench", "loading", "d", launcher="torchrun"))
+
+
+@pytest.mark.parametrize(
+    ("command", "nodes", "wanted"),
+    [
+        ("train", 1, "ray"),
+        ("tune", 2, "ray"),
+        ("bench loading", 1, "ray"),
+        ("bench scaling", 4, "ray"),
+        ("bench checkpoint", 2, "torchrun"),
+        ("bench checkpoint", 1, "none"),
+        ("bench", 1, "none"),
+        ("evaluate", 1, "none"),
+    ],
+)
+def test_how_processes_come_to_be_unless_told(command: str, nodes: int, wanted: str) -> None:
+    assert launcher([*command.split(), "d"], nodes) == wanted
+
+
+def test_a_job_is_named_by_its_command() -> None:
+    made = job("bench", "loading", "d")
+    assert made.job_name == "voxlane-bench-loading"
+    assert '--comment="voxlane:bench loading:"' in directives(script(made))
+    assert job("evaluate", "r", launcher="none").job_name == "voxlane-evaluate"
+
+
 def test_a_restarted_command_goes_on() -> None:
     assert restarted(["train", "d", "--run", "r"]) == ("train", "d", "--run", "r", "--auto-resume")
     assert restarted(["train", "d", "--resume", "--run", "r"]) == ("train", "d", "--run", "r", "--auto-resume")
     assert restarted(["evaluate", "r"]) == ("evaluate", "r")
+    assert restarted(["bench", "loading", "d"]) == ("bench", "loading", "d")
 
 
 @pytest.mark.parametrize(
@@ -96,9 +138,19 @@ def test_what_cannot_be_asked_for_is_said(said: dict[str, Any], words: str) -> N
         job(**said)
 
 
-def test_torchrun_is_for_train() -> None:
-    with pytest.raises(ConfigError, match="torchrun is for train"):
-        job("tune", "s", "d", "--run", "r", launcher="torchrun")
+@pytest.mark.parametrize(
+    ("command", "how", "said"),
+    [
+        ("tune s d", "torchrun", "`voxlane tune` takes no part as torchrun's ranks; it wants --launcher ray"),
+        ("bench scaling", "torchrun", "`voxlane bench scaling` takes no part as torchrun's ranks"),
+        ("bench checkpoint", "ray", "`voxlane bench checkpoint` knows no Ray; it wants --launcher torchrun"),
+        ("evaluate r", "ray", "`voxlane evaluate` runs on one node, without ray; leave --launcher out"),
+        ("evaluate r", "torchrun", "`voxlane evaluate` runs on one node, without torchrun"),
+    ],
+)
+def test_a_command_knows_its_launchers(command: str, how: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(said)):
+        job(*command.split(), launcher=how)
 
 
 FAKE = """

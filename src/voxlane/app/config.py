@@ -20,6 +20,7 @@ from voxlane import settings
 from voxlane.app.hidden import looks_secret, says_where
 from voxlane.errors import ConfigError
 from voxlane.kube.credentials import Credentials
+from voxlane.launch import parallel
 from voxlane.settings import record
 from voxlane.sizes import bytes_of, seconds_of
 
@@ -266,8 +267,8 @@ class App:
     name: ShortName
     """Of everything that it makes in the cluster."""
     template: Template = "jobset"
-    """jobset: train or a command, on JobSet. rayjob: tune, on KubeRay. trainjob: train or a command, on Kubeflow
-    Trainer. tensorboard: TensorBoard of `run`."""
+    """jobset: train or a command, on JobSet. rayjob: tune, or a command such as voxlane bench loading, on KubeRay.
+    trainjob: train or a command, on Kubeflow Trainer. tensorboard: TensorBoard of `run`."""
     namespace: ObjectName | None = None
     """null: the one that kubectl is set to."""
     image: str
@@ -279,12 +280,13 @@ class App:
     tune: Tune | None = None
     """Search for the config that scores best."""
     command: tuple[Text, ...] | None = pydantic.Field(default=None, min_length=1)
-    """Words of any other program; `torchrun train.py` needs no more: its ranks find each other."""
+    """Words of any other program; `torchrun train.py` needs no more: its ranks find each other. voxlane's own, such as
+    [voxlane, bench, loading, gs://bucket/data], need no torchrun."""
     run: Bucket | None = None
-    """command: a bucket below which logs are kept, by the image's own voxlane. tensorboard: the run, search or folder
-    of runs to show."""
+    """command: a bucket below which logs and a benchmark's result are kept, by the image's own voxlane. tensorboard:
+    the run, search or folder of runs to show."""
     nodes: int = pydantic.Field(default=1, ge=1, le=1000)
-    """Machines; of tune: Ray's workers, beside its head."""
+    """Machines; of rayjob: Ray's workers, beside its head."""
     devices_per_node: int = pydantic.Field(default=1, ge=1, le=64)
     """GPUs, or processes on a CPU, of each."""
     device: Literal["cpu", "gpu"] = "cpu"
@@ -294,7 +296,7 @@ class App:
     resources: Resources = Resources()
     """Of each node's pod."""
     head: Resources = Resources(cpu="2", memory="8Gi")
-    """tune: of Ray's head, which drives the search and trains nothing."""
+    """rayjob: of Ray's head, which drives the others and trains nothing."""
     shared_memory: Size | None = "2Gi"
     """Of /dev/shm, through which a loader's processes pass patches; null: the container engine's 64 MiB."""
     node_selector: dict[Key, Label] = pydantic.Field(default_factory=dict)
@@ -377,6 +379,14 @@ class App:
         return found.rstrip("/") if found else None
 
     @property
+    def parallel(self) -> parallel.Parallel | None:
+        """What it runs on all its nodes, if that is a command of voxlane's; None: any other program, or none."""
+        if self.command is not None:
+            return parallel.found(self.command[1:]) if self.command[0] == "voxlane" else None
+        said = [name for name in ("train", "tune") if getattr(self, name) is not None]
+        return parallel.found(said)
+
+    @property
     def file_names(self) -> list[str]:
         """The folder's files that pods read."""
         named = [self.train.config if self.train else None, self.tune.space if self.tune else None]
@@ -424,14 +434,38 @@ def _check_work(app: App) -> None:
         raise ValueError(f"exactly one of train, tune and command is wanted, not {what}")
     if app.command is None and app.run is not None:
         raise ValueError(f"run: give it as {said[0]}.run")
-    if (app.tune is not None) != (app.template == "rayjob"):
-        wanted = "rayjob" if app.tune is not None else "jobset or trainjob"
-        raise ValueError(f"{said[0]}: it runs on template {wanted}, not {app.template}")
+    if app.template not in (fitting := _templates(app)):
+        raise ValueError(f"{said[0]}: it runs on template {' or '.join(fitting)}, not {app.template}")
+    _check_result(app)
     for field in ("priority_class", "ttl_s"):
         if app.template == "trainjob" and getattr(app, field) is not None:
             raise ValueError(f"{field}: a TrainJob takes none; give it in the runtime, or use template jobset")
     if app.template != "trainjob" and app.runtime != "torch-distributed":
         raise ValueError("runtime: it is for template trainjob")
+
+
+def _templates(app: App) -> list[str]:
+    """What can run the app's work."""
+    known = app.parallel
+    if app.tune is not None:
+        return ["rayjob"]
+    on_ray = app.command is not None and known is not None and known.ray is not None
+    # One process alone is any program's; several of a command that knows only Ray would each do all of its work.
+    as_ranks = known is None or known.torchrun or app.nodes * app.devices_per_node == 1
+    return [*(["jobset", "trainjob"] if as_ranks else []), *(["rayjob"] if on_ray else [])]
+
+
+def _check_result(app: App) -> None:
+    """What a benchmark writes must be where it outlives the pod."""
+    if app.command is None or app.parallel is None or not app.parallel.result:
+        return
+    out = parallel.options(app.command).get("--out")
+    if out is None and app.run is None:
+        raise ValueError(
+            f"run: missing; the result of `voxlane {app.parallel.name}` goes with its pod unless a bucket keeps it"
+        )
+    if out is not None and not out.startswith(_BUCKETS):
+        raise ValueError(f"command: --out {out} goes with the pod; give it as gs://, s3:// or az://, or give `run`")
 
 
 def _check_name(app: App) -> None:

@@ -110,8 +110,8 @@ def _words(app: App) -> dict[str, list[str]]:
 
 
 def _ranks(app: App) -> list[dict[str, Any]]:
-    """torchrun's own variables, so that a command of it finds the other ranks."""
-    if app.command is None:
+    """torchrun's own variables, so that a command of it finds the other ranks; voxlane's have them as options."""
+    if app.command is None or app.parallel is not None:
         return []
     index = {"fieldRef": {"fieldPath": "metadata.annotations['batch.kubernetes.io/job-completion-index']"}}
     plain = {

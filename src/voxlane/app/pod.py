@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import shlex
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from voxlane.app.config import App, Resources, Stage, overrides, staged_data
+from voxlane.app.config import App, Resources, Stage, cores, overrides, staged_data
 from voxlane.kube.names import node_key, node_label, use_label
+from voxlane.launch import parallel
 
 Manifest = dict[str, Any]
 CONFIG = "/voxlane/config"
@@ -71,7 +73,7 @@ def config_name(app: App) -> str:
 def work_words(app: App) -> list[str]:
     """The app's own command, without what starts ranks and keeps logs."""
     if app.command is not None:
-        return list(app.command)
+        return [*app.command, *_result_words(app), *_ray_words(app, app.command[1:])]
     copy = staged_data(app)
     staged = [f"loader.staged={copy.mount}"] if copy is not None else []
     if app.train is not None:
@@ -80,8 +82,30 @@ def work_words(app: App) -> list[str]:
         return ["voxlane", "train", app.train.data, *said, "--run", app.train.run, "--auto-resume", *config]
     assert app.tune is not None
     said = [*overrides(app.tune.set), *staged]
-    where = ["--run", app.tune.run, "--address", "auto", "--auto-resume"]
+    where = ["--run", app.tune.run, *_ray_words(app, ["tune"]), "--auto-resume"]
     return ["voxlane", "tune", f"{CONFIG}/{app.tune.space}", app.tune.data, *said, *where]
+
+
+def _result_words(app: App) -> list[str]:
+    """Where a benchmark's result goes, unless its user said it: beside the logs."""
+    if app.command is None or app.parallel is None or not app.parallel.result:
+        return []
+    return [] if "--out" in parallel.options(app.command) else ["--out", f"{app.run_uri}/{app.parallel.result}"]
+
+
+def _ray_words(app: App, words: Sequence[str]) -> list[str]:
+    """What a voxlane command, given as `words`, is told about the app's Ray cluster; nothing where it has none."""
+    if app.template != "rayjob":
+        return []
+    gpus = 1.0 if app.device == "gpu" else 0.0
+    each = max(1, ray_cpus(app) // app.devices_per_node)
+    place = parallel.Place(nodes=app.nodes, per_node=app.devices_per_node, cpus=str(each), gpus=gpus)
+    return parallel.ray_words(words, place)
+
+
+def ray_cpus(app: App) -> int:
+    """Cores that a node of the app's Ray cluster has to give."""
+    return max(1, math.floor(cores(app.resources.cpu))) if app.resources.cpu else app.devices_per_node
 
 
 def entry_words(app: App) -> list[str]:
@@ -90,9 +114,9 @@ def entry_words(app: App) -> list[str]:
 
 
 def torchrun_words(app: App, where: Sequence[str]) -> list[str]:
-    """What starts `voxlane train` as one process a device; nothing where one process is all. `where`: options that say
-    which node of how many this is."""
-    if app.train is None or app.nodes * app.devices_per_node == 1:
+    """What starts voxlane's command as one process a device; nothing where one process is all, or where the command is
+    not voxlane's. `where`: options that say which node of how many this is."""
+    if app.parallel is None or app.nodes * app.devices_per_node == 1:
         return []
     # A rank that is lost ends its pod, and with it all pods: the cluster starts them again, not torchrun.
     stop = f"--shutdown-timeout={max(5, app.grace_s - _SAVING_S)}"
@@ -111,7 +135,10 @@ def schemes(app: App) -> list[str]:
     """Schemes of the buckets that the app reads and writes; [] where it does not say."""
     work = app.train or app.tune
     uris = [work.data if work else None, app.run_uri, *(one.source for one in app.stage)]
-    return sorted({uri.split("://")[0] for uri in uris if uri and "://" in uri} - {"nfs"})
+    if app.parallel is not None:
+        uris += [word.rpartition("=")[2] for word in app.command or ()]
+    found = {uri.split("://")[0] for uri in uris if uri and "://" in uri}
+    return sorted(found & {"gs", "s3", "az"})
 
 
 def environment(app: App) -> list[dict[str, Any]]:

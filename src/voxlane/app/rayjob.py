@@ -1,12 +1,11 @@
-"""A RayJob: a Ray cluster for one search, which goes when the search has ended. Pure."""
+"""A RayJob: a Ray cluster for one search or benchmark, which goes when that has ended. Pure."""
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 from voxlane.app import pod
-from voxlane.app.config import Resources, cores
+from voxlane.app.config import Resources
 from voxlane.app.pod import Manifest, Target
 
 RAY_VERSION = "2.60.0"
@@ -14,7 +13,7 @@ RAY_VERSION = "2.60.0"
 _OBJECT_STORE_BYTES = 200_000_000
 """Nothing large passes through it, because data comes from the bucket and gradients by gloo or NCCL."""
 _LINGER_S = 300
-"""Of an ended search's pods, whose logs are in the bucket."""
+"""Of an ended job's pods, whose logs are in the bucket."""
 _SUBMITTER = Resources(cpu="500m", memory="512Mi")
 
 
@@ -87,7 +86,6 @@ def _workers(target: Target) -> dict[str, Any]:
     app = target.app
     one, made = _ray(target, "ray-worker", app.resources, devices=True)
     worker = {"voxlane.dev/ray": "worker"}
-    cpus = max(1, math.floor(cores(app.resources.cpu))) if app.resources.cpu else app.devices_per_node
     gpus = app.devices_per_node if app.device == "gpu" else 0
     notes = pod.topology_notes(app)
     return {
@@ -95,7 +93,7 @@ def _workers(target: Target) -> dict[str, Any]:
         "replicas": app.nodes,
         "minReplicas": app.nodes,
         "maxReplicas": app.nodes,
-        "rayStartParams": _start(num_cpus=str(cpus), num_gpus=str(gpus)),
+        "rayStartParams": _start(num_cpus=str(pod.ray_cpus(app)), num_gpus=str(gpus)),
         "template": {
             "metadata": {
                 "labels": pod.job_labels(app) | pod.identity_labels(app) | worker,
@@ -112,7 +110,7 @@ def _workers(target: Target) -> dict[str, Any]:
 
 
 def _submitter(target: Target) -> dict[str, Any]:
-    """The pod that gives Ray the search and prints what it says; KubeRay fills in its words."""
+    """The pod that gives Ray the command and prints what it says; KubeRay fills in its words."""
     app = target.app
     return {
         "metadata": {"labels": pod.labels(app, "job")},

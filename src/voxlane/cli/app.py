@@ -14,6 +14,7 @@ from voxlane.errors import BuildError, ConfigError, VoxlaneError
 
 if TYPE_CHECKING:
     from voxlane.app.build import Built
+    from voxlane.app.config import App
 
 Commands = argparse._SubParsersAction
 _TEMPLATES = ("jobset", "rayjob", "trainjob", "tensorboard")
@@ -244,13 +245,22 @@ def _add_render(inner: Commands[argparse.ArgumentParser]) -> None:
     parser.set_defaults(run=_render)
 
 
+def checked(app: App) -> App:
+    """The same; a command of voxlane's own that is wrong ends here, with that command's usage, and not in a pod."""
+    from voxlane.cli.main import parse
+
+    if app.command is not None and app.command[0] == "voxlane":
+        parse(app.command[1:])
+    return app
+
+
 def _render(options: argparse.Namespace) -> int:
     from voxlane.app import build
     from voxlane.app.config import App
     from voxlane.app.render import render, render_board, to_yaml
     from voxlane.app.validate import validate
 
-    app = App.load(options.folder)
+    app = checked(App.load(options.folder))
     image = build.reference(app, options.folder)
     namespace = options.namespace or app.namespace or "default"
     manifests = (render_board if options.board else render)(app, image, namespace=namespace)

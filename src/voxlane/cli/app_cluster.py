@@ -171,6 +171,7 @@ def _deploy(options: argparse.Namespace) -> int:
     from voxlane.app.look import look, now
     from voxlane.app.render import render
     from voxlane.app.validate import validate
+    from voxlane.cli.app import checked
     from voxlane.sizes import seconds_of
 
     timeout_s = seconds_of(options.timeout, what="--timeout") if options.timeout else None
@@ -179,7 +180,7 @@ def _deploy(options: argparse.Namespace) -> int:
     target = _target(options, deep=True)
     app, cluster = target.app, target.cluster
     assert app is not None
-    manifests = render(app, build.reference(app, target.folder), namespace=cluster.namespace)
+    manifests = render(checked(app), build.reference(app, target.folder), namespace=cluster.namespace)
     validate(manifests)
     found = preflight.check(cluster, preflight.needs(manifests, keys=_keys(app)), nodes=not options.no_node_check)
     for note in found.notes:

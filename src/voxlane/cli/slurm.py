@@ -28,8 +28,9 @@ checkpoint."""
 _SUBMIT = """\
 Submit a voxlane command as a job. What stands after -- is the command, without `voxlane`.
 
-Under Ray, train gets a worker for every GPU (or node) unless --workers says otherwise, and tune runs its trials on all
-nodes. Paths must be on disks that the nodes share; buckets need nothing."""
+Under Ray, train gets a worker for every GPU (or node) unless --workers says otherwise, tune runs its trials on all
+nodes, and bench loading loads by a rank for every GPU (or node). Paths must be on disks that the nodes share; buckets
+need nothing."""
 
 _RENDER = _SUBMIT.replace("Submit a voxlane command as a job.", "Print the batch script of a voxlane command's job.")
 
@@ -40,6 +41,7 @@ examples:
   voxlane slurm submit --nodes 4 --gpus-per-node 8 --partition gpu -- tune space.yaml gs://work/kits19 --run gs://work/search
   voxlane slurm submit --launcher torchrun --nodes 2 --gpus-per-node 4 -- train prepared --run runs/a
   voxlane slurm submit --nodes 2 --stage --local-disk '$TMPDIR' -- train /shared/kits19 --run /shared/runs/a
+  voxlane slurm submit --nodes 8 --workers-per-node 4 -- bench loading gs://work/kits19 --out gs://work/bench/loading.json
   voxlane slurm render --nodes 2 -- train prepared --run runs/a > job.sh"""
 
 
@@ -87,7 +89,7 @@ def _add_job(parser: argparse.ArgumentParser) -> None:
     add("--nodes", metavar="N", type=int, default=1, help="machines (default 1)")
     add("--cpus-per-node", metavar="N", type=int, help="cores on each")
     add("--gpus-per-node", metavar="N", type=int, default=0, help="GPUs on each (default 0)")
-    add("--workers-per-node", metavar="N", type=int, help="training processes on each (default: one a GPU, or one)")
+    add("--workers-per-node", metavar="N", type=int, help="ranks on each (default: one a GPU, or one)")
     add("--mem", metavar="SIZE", help="memory of each node, such as 64G")
     add(
         "--time", metavar="LIMIT", help="time limit: minutes, 12:00:00, 2-12; the job goes on after it in another start"
@@ -116,6 +118,7 @@ def _add_job(parser: argparse.ArgumentParser) -> None:
 def _job(options: argparse.Namespace) -> tuple[Job, argparse.Namespace]:
     """The job that the options ask for, and the command's own options."""
     from voxlane import settings
+    from voxlane.launch import parallel
     from voxlane.launch.slurm_script import Job
 
     words = options.command[1:] if options.command[:1] == ["--"] else options.command
@@ -126,10 +129,10 @@ def _job(options: argparse.Namespace) -> tuple[Job, argparse.Namespace]:
     if words[0] in ("slurm", "emulator"):
         raise ConfigError(f"`voxlane {words[0]}` is no command for a job")
     inner = _parsed(words)
-    launcher = options.launcher or ("ray" if words[0] in ("train", "tune") else "none")
+    launcher = options.launcher or parallel.launcher(words, options.nodes)
     data = _data(inner)
     if options.stage and not data:
-        raise ConfigError(f"--stage: `voxlane {words[0]}` has no prepared dataset to copy")
+        raise ConfigError(f"--stage: `voxlane {parallel.title(words)}` has no prepared dataset to copy")
     asked = {
         name: getattr(options, name)
         for name in Job.__dataclass_fields__
@@ -171,7 +174,8 @@ def _data(inner: argparse.Namespace) -> str:
 
 def _paths(inner: argparse.Namespace) -> set[str]:
     """The words of the command that may be relative paths."""
-    names = ("data", "run_uri", "config", "space", "src", "dst", "out", "uri")
+    names = ["data", "run_uri", "config", "space", "src", "dst", "out", "uri"]
+    names += ["manifest", "cache_dir", "dir", "restore", "mount"]  # of bench
     words = [getattr(inner, name, None) for name in names]
     words += [word for name in ("overrides", "words") for word in getattr(inner, name, [])]
     return {word for word in words if isinstance(word, str) and not re.match(r"^[A-Za-z_][\w.]*=", word)}
@@ -274,7 +278,7 @@ def lines(job: Known, progress: str) -> list[str]:
     elif job.state not in ("RUNNING", "COMPLETED") and job.reason:
         said.append(f"    because: {job.reason}")
     if job.ours is not None:
-        said.append(f"    {job.ours[0]} {job.ours[1]}" + (f": {progress}" if progress else ""))
+        said.append(f"    {job.ours[0]} {job.ours[1]}".rstrip() + (f": {progress}" if progress else ""))
     return said
 
 

@@ -10,13 +10,13 @@ from __future__ import annotations
 import re
 import shlex
 from collections.abc import Sequence
-from typing import Literal
 
 import pydantic
 
+from voxlane.launch import parallel
+from voxlane.launch.parallel import Launcher, Place, restarted
 from voxlane.settings import record
 
-Launcher = Literal["ray", "torchrun", "none"]
 _TIME = re.compile(r"^(\d+|\d+:\d\d|\d+:\d\d:\d\d|\d+-\d+(:\d\d){0,2}|infinite|UNLIMITED)$")
 _MEMORY = re.compile(r"^\d+[KMGT]?$", re.IGNORECASE)
 _PLAIN = re.compile(r"^[^\s'\"]+$")
@@ -40,11 +40,11 @@ class Job:
     nodes: int = pydantic.Field(default=1, ge=1)
     """Machines."""
     cpus_per_node: int | None = pydantic.Field(default=None, ge=1)
-    """Cores on each; null: one a training process, or what the cluster gives by default."""
+    """Cores on each; null: one a rank, or what the cluster gives by default."""
     gpus_per_node: int = pydantic.Field(default=0, ge=0)
     """GPUs on each."""
     workers_per_node: int | None = pydantic.Field(default=None, ge=1)
-    """Training processes on each; null: one a GPU, or one."""
+    """Ranks on each; null: one a GPU, or one."""
     mem: str | None = None
     """Memory of each node, such as 64G."""
     time: str | None = None
@@ -107,23 +107,33 @@ class Job:
 
     @pydantic.model_validator(mode="after")
     def _fits_together(self) -> Job:
+        known, words = parallel.found(self.command), f"`voxlane {self.title}`"
         if self.launcher == "none" and self.nodes > 1:
-            raise ValueError(f"`voxlane {self.command[0]}` runs on one node, not on {self.nodes}; leave --nodes out")
-        if self.launcher == "torchrun" and self.command[0] != "train":
-            raise ValueError(f"torchrun is for train; `voxlane {self.command[0]}` wants --launcher ray")
+            raise ValueError(f"{words} runs on one node, not on {self.nodes}; leave --nodes out")
+        if known is None and self.launcher != "none":
+            raise ValueError(f"{words} runs on one node, without {self.launcher}; leave --launcher out")
+        if known is not None and self.launcher == "torchrun" and not known.torchrun:
+            raise ValueError(f"{words} takes no part as torchrun's ranks; it wants --launcher ray")
+        if known is not None and self.launcher == "ray" and known.ray is None:
+            raise ValueError(f"{words} knows no Ray; it wants --launcher torchrun")
         if self.stage and not self.local_disk:
             raise ValueError("staging needs a disk of each node; give --local-disk, such as '$TMPDIR' or /scratch")
         return self
 
     @property
+    def title(self) -> str:
+        """The command without its options, such as train or bench loading."""
+        return parallel.title(self.command)
+
+    @property
     def per_node(self) -> int:
-        """Training processes on each node."""
+        """Ranks on each node."""
         return self.workers_per_node or self.gpus_per_node or 1
 
     @property
     def job_name(self) -> str:
         """What `squeue` shows."""
-        return self.name or f"{_TAG}-{self.command[0]}"
+        return self.name or "-".join([_TAG, *self.title.split()])
 
     @property
     def log(self) -> str:
@@ -142,36 +152,29 @@ def read_comment(text: str) -> tuple[str, str] | None:
     return (parts[1], parts[2]) if len(parts) == 3 and parts[0] == _TAG else None
 
 
-def restarted(command: Sequence[str]) -> tuple[str, ...]:
-    """The command of a job that SLURM started again: it goes on where it was."""
-    if command[0] not in ("train", "tune"):
-        return tuple(command)
-    return (*(word for word in command if word not in ("--resume", "--auto-resume")), "--auto-resume")
-
-
 def placed(job: Job, command: Sequence[str]) -> list[str]:
-    """The command as words of bash, with where it runs added: the cluster's address, and, unless the user said it, a
-    worker for every GPU, or for every node."""
+    """The command as words of bash, with where it runs added: the cluster's address, and, unless the user said it, how
+    many ranks there are: one for every GPU, or for every node."""
     words = [shlex.quote(word) for word in command]
     if job.stage:
         words.append('"${staged[@]}"')
     if job.launcher != "ray":
         return words
-    said = {word.split("=", 1)[0] for word in command}
-    if command[0] == "train" and "--workers" not in said:
-        words += ["--workers", str(job.nodes * job.per_node)]
-        words += [] if "--nodes" in said else ["--nodes", str(job.nodes)]
-        words += [] if "--cpus-per-worker" in said else ["--cpus-per-worker", '"$worker_cpus"']
-        if job.gpus_per_node and "--gpus-per-worker" not in said:
-            words += ["--gpus-per-worker", f"{job.gpus_per_node / job.per_node:g}"]
-    return words if "--address" in said else [*words, "--address", '"$address"']
+    place = Place(
+        nodes=job.nodes,
+        per_node=job.per_node,
+        cpus='"$worker_cpus"',
+        gpus=job.gpus_per_node / job.per_node,
+        address='"$address"',
+    )
+    return [*words, *parallel.ray_words(command, place)]
 
 
 def directives(job: Job) -> list[str]:
     """The #SBATCH lines' options."""
     asked = {
         "job-name": job.job_name,
-        "comment": comment(job.command[0], job.run),
+        "comment": comment(job.title, job.run),
         "nodes": job.nodes,
         "ntasks-per-node": 1,
         "cpus-per-task": job.cpus_per_node or (job.per_node if job.per_node > 1 else None),
@@ -214,13 +217,19 @@ def script(job: Job) -> str:
         *([_STAGE.format(data=shlex.quote(job.stage), folder=_expanding(job.local_disk or ""))] if job.stage else []),
         *([_ENDPOINT] if job.launcher != "none" else []),
         {"ray": _RAY, "torchrun": _TORCHRUN, "none": _NONE}[job.launcher].format(
-            per_node=job.per_node, object_store=OBJECT_STORE_BYTES
+            per_node=job.per_node, object_store=OBJECT_STORE_BYTES, retries=_retries(job)
         ),
         "words=(" + " ".join(placed(job, job.command)) + ")",
         '[ "$restarts" -eq 0 ] || words=(' + " ".join(placed(job, restarted(job.command))) + ")",
         _RUN,
     ]
     return "\n".join(parts)
+
+
+def _retries(job: Job) -> int:
+    """How often torchrun starts ranks again by itself: not those of a command that would begin anew."""
+    known = parallel.found(job.command)
+    return 2 if known is not None and known.resumes else 0
 
 
 def _quoted(text: str) -> str:
@@ -264,7 +273,10 @@ told_to_stop() {
   [ -z "$stopping" ] || return
   stopping=$(squeue -h -j "$SLURM_JOB_ID" -o %T 2> /dev/null)
   say "told to stop (the job is ${stopping:=GONE})"
-  [ -n "$driver" ] || return
+  [ -z "$driver" ] || end_driver
+}
+end_driver() {
+  [ -z "$watch" ] || return
   if [ -n "$in_steps" ]; then end_steps; else kill -TERM "$driver" 2> /dev/null; fi
   # What does not stop in time is ended, because SLURM would end this script as well, and nobody would requeue.
   { read -rt "$patience_s" <> <(:); kill -KILL "$driver" 2> /dev/null; } &
@@ -368,7 +380,7 @@ torchrun_node() {{
   local hosting=False; [ "$SLURM_NODEID" -ne 0 ] || hosting=True
   exec "$python" -m torch.distributed.run --nnodes="$SLURM_JOB_NUM_NODES" --nproc-per-node={per_node} \
     --rdzv-backend=c10d --rdzv-endpoint="$endpoint" --rdzv-id="$SLURM_JOB_ID" --rdzv-conf="is_host=$hosting" \
-    --max-restarts=2 --shutdown-timeout=15 -m -- voxlane "$@"
+    --max-restarts={retries} --shutdown-timeout=15 -m -- voxlane "$@"
 }}
 export -f torchrun_node
 in_steps=yes
@@ -381,9 +393,11 @@ _NONE = r"""
 run() {{ exec "$python" -m voxlane "$@"; }}
 """
 
-_RUN = r"""[ -z "$stopping" ] || finish 1
+_RUN = r"""driver=
+[ -z "$stopping" ] || finish 1
 run "${words[@]}" &
 driver=$!
+[ -z "$stopping" ] || end_driver  # told to stop before the line above
 await "$driver"
 finish "$status"
 """

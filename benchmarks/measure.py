@@ -34,8 +34,8 @@ _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(["torch", "torch.utils.data"])
 
 Sample = dict[str, Any]
-"""What one measurement found. `error` when it failed; else what the measured function returned, and `peak_rss_bytes`,
-`server_cpu_s`, `server_requests`."""
+"""What one measurement found. `error` when it failed; else what the measured function returned, and `peak_rss_bytes`
+(or `peak_memory_bytes`), `server_cpu_s`, `server_requests`."""
 
 
 def interleaved(contenders: Sequence[str], rounds: int) -> Iterator[tuple[int, str]]:
@@ -46,21 +46,32 @@ def interleaved(contenders: Sequence[str], rounds: int) -> Iterator[tuple[int, s
             yield turn, name
 
 
-def measure(work: Callable[..., Sample], arguments: Mapping[str, Any], server: Server, *, limit_s: float) -> Sample:
-    """Run `work(**arguments)` in a process of its own and watch it. `work` is importable and returns plain data."""
+def measure(
+    work: Callable[..., Sample],
+    arguments: Mapping[str, Any],
+    server: Server,
+    *,
+    limit_s: float,
+    shared_once: bool = False,
+) -> Sample:
+    """Run `work(**arguments)` in a process of its own and watch it. `work` is importable and returns plain data.
+
+    `shared_once`: memory is told as `peak_memory_bytes`, in which what processes share counts once and mapped files,
+    which the kernel can drop, do not count; instead of `peak_rss_bytes`.
+    """
     requests, cpu_s = server.requests(), server.cpu_s()
     mine, theirs = _CONTEXT.Pipe(duplex=False)
     process = _CONTEXT.Process(target=_child, args=(work, dict(arguments), theirs))
     process.start()
     theirs.close()
-    with _PeakMemory(process.pid or 0) as memory:
+    with _PeakMemory(process.pid or 0, _own_memory if shared_once else _resident) as memory:
         answered = mine.poll(limit_s)
         try:
             sample: Sample = mine.recv() if answered else {"error": f"no result within {limit_s:.0f} s"}
         except EOFError:
             process.join()
             sample = {"error": f"the process ended with status {process.exitcode}"}
-    sample["peak_rss_bytes"] = memory.peak_bytes
+    sample["peak_memory_bytes" if shared_once else "peak_rss_bytes"] = memory.peak_bytes
     sample["server_cpu_s"] = round(server.cpu_s() - cpu_s, 3)
     after = server.requests()
     sample["server_requests"] = {k: n - requests.get(k, 0) for k, n in after.items() if n > requests.get(k, 0)}
@@ -76,7 +87,7 @@ def _child(work: Callable[..., Sample], arguments: dict[str, Any], answer: Conne
     try:
         answer.send(work(**arguments))
     except BaseException as error:  # noqa: BLE001 - a process's boundary: the error becomes part of the result
-        answer.send({"error": _anonymous(f"{type(error).__name__}: {error}")})
+        answer.send({"error": anonymous(f"{type(error).__name__}: {error}")})
     answer.close()
     sys.stdout.flush()
     sys.stderr.flush()
@@ -124,12 +135,26 @@ def _own_cpu_s() -> float:
     return sum(u.ru_utime + u.ru_stime for u in usages)
 
 
-class _PeakMemory:
-    """The largest sum of resident memory over a process and its descendants, polled. Memory that processes share
-    (batches on their way, the interpreter's pages) counts in each."""
+def _resident(process: psutil.Process) -> int:
+    """Memory that processes share (batches on their way, the interpreter's pages) counts in each."""
+    return int(process.memory_info().rss)
 
-    def __init__(self, pid: int) -> None:
+
+def _own_memory(process: psutil.Process) -> int:
+    """This process's share of anonymous and shared memory, as the kernel divides it among those who map it."""
+    try:
+        text = Path(f"/proc/{process.pid}/smaps_rollup").read_text()
+    except OSError:  # it has ended
+        return 0
+    return 1024 * sum(int(kib) for kib in re.findall(r"^Pss_(?:Anon|Shmem):\s+(\d+) kB$", text, re.MULTILINE))
+
+
+class _PeakMemory:
+    """The largest sum of memory over a process and its descendants, polled."""
+
+    def __init__(self, pid: int, count: Callable[[psutil.Process], int]) -> None:
         self.peak_bytes = 0
+        self._count = count
         self._root = psutil.Process(pid)
         self._done = threading.Event()
         self._thread = threading.Thread(target=self._watch, daemon=True)
@@ -147,7 +172,7 @@ class _PeakMemory:
             total = 0
             try:
                 for process in [self._root, *self._root.children(recursive=True)]:
-                    total += process.memory_info().rss
+                    total += self._count(process)
             except psutil.NoSuchProcess:
                 continue
             self.peak_bytes = max(self.peak_bytes, total)
@@ -185,6 +210,15 @@ def save(path: Path, document: Mapping[str, Any]) -> None:
     print(f"wrote {path.name}", flush=True)
 
 
+def hide_host(path: Path) -> None:
+    """Take this machine's name out of a result of `voxlane bench loading`, which is to be published."""
+    result: dict[str, Any] = json.loads(path.read_text())
+    for epoch in result["epochs"]:
+        for node in epoch["nodes"]:
+            node["host"] = "localhost"
+    path.write_text(json.dumps(result, indent=1) + "\n")
+
+
 def _version(name: str) -> str:
     try:
         return metadata.version(name)
@@ -205,6 +239,6 @@ def _cpu_model() -> str:
     return found.group(1) if found else platform.machine()
 
 
-def _anonymous(text: str) -> str:
+def anonymous(text: str) -> str:
     """An error message without this machine's paths, at most 500 characters."""
     return re.sub(r"(/[\w.\-]+){2,}/", ".../", text)[:500]

@@ -7,7 +7,7 @@ CONSTRAINTS := requirements/constraints.txt
 AZURITE := $(VENV)/azurite/node_modules/.bin/azurite-blob
 AZURITE_VERSION := 3.37.0
 
-.PHONY: help install demo demo-streaming demo-tune test test-cluster test-slurm check bench bench-quick bench-scaling kill-test kill-train clean
+.PHONY: help install demo demo-streaming demo-tune test test-cluster test-slurm check bench bench-quick bench-report bench-scaling kill-test kill-train clean
 
 help:  ## this text
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 16
@@ -63,13 +63,20 @@ check: install  ## ruff, mypy and the import rules
 
 $(VENV)/.bench: $(VENV)/.installed
 	$(PIP) install --quiet -c $(CONSTRAINTS) --editable '.[dev,bench]'
+	@# nnU-Net's networks bring torchvision, whose build on PyPI does not fit a CPU torch and then fails whatever looks for
+	@# it, Lightning for one. Its loader, which is what is measured, needs neither of the two.
+	$(PIP) uninstall --quiet --yes torchvision timm
 	@touch $@
 
-bench: $(VENV)/.bench  ## all benchmarks against their peers (about 25 minutes); results in benchmarks/results
+bench: $(VENV)/.bench  ## all benchmarks against their peers (more than an hour); results in benchmarks/results
 	$(BIN)/python benchmarks/run.py
 
-bench-quick: $(VENV)/.bench  ## the same with small numbers, to see that it runs (about 3 minutes)
+bench-quick: $(VENV)/.bench  ## the same with small numbers, to see that it runs (about 10 minutes)
 	$(BIN)/python benchmarks/run.py --quick
+
+bench-report: install  ## docs/performance.md, benchmarks/results/README.md and the figures, from the result files alone
+	$(BIN)/python benchmarks/plot.py
+	$(BIN)/python benchmarks/performance.py
 
 bench-scaling: $(VENV)/.bench  ## training on 1 to 8 workers, trials 1 and 2 at once (about 20 minutes on an idle machine)
 	OMP_WAIT_POLICY=PASSIVE $(BIN)/voxlane bench scaling --workers 1,2,4,8 --trials 8 --concurrent 1,2 \

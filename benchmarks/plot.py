@@ -1,7 +1,6 @@
 """Figures and tables from the result files.
 
-`python benchmarks/plot.py [--results FOLDER]` draws loading.png, listing.png, compose.png, checkpoint.png and
-patch_readers.png and writes README.md beside the JSON files it finds.
+`python benchmarks/plot.py [--results FOLDER]` draws a figure beside each JSON file that it knows, and writes README.md.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import ScalarFormatter
 
 import tables
-from measure import RESULTS
+from performance_results import RESULTS
 from tables import SERVICE_NAMES, hardware_line, size_name
 
 OURS = "#d1495b"
@@ -58,6 +57,7 @@ def main() -> None:
         "checkpoint": draw_checkpoint,
         "patch_readers": draw_patch_readers,
         "staging": draw_staging,
+        "first_batch": draw_first_batch,
     }
     documents = {n: json.loads((folder / f"{n}.json").read_text()) for n in drawings if (folder / f"{n}.json").exists()}
     for name, document in documents.items():
@@ -66,8 +66,36 @@ def main() -> None:
         figure.savefig(folder / f"{name}.png", dpi=120)
         plt.close(figure)
         print(f"wrote {name}.png")
+    for name, draw in _elsewhere().items():
+        if (folder / f"{name}.json").exists():
+            documents[name] = json.loads((folder / f"{name}.json").read_text())
+            draw(documents[name], folder / f"{name}.png")
+            print(f"wrote {name}.png")
     (folder / "README.md").write_text(tables.readme(documents))
     print("wrote README.md")
+
+
+def _elsewhere() -> dict[str, Callable[[dict[str, Any], Path], None]]:
+    """Figures that are drawn by the code that makes the results."""
+    from voxlane.bench import loading_report, scaling_report
+
+    def peers(document: dict[str, Any], path: Path) -> None:
+        from peers_report import draw_peers
+
+        draw_peers(document, path)
+
+    def scale(document: dict[str, Any], path: Path) -> None:
+        from voxlane.bench.scale import plots
+
+        plots.draw(document, path)
+
+    return {
+        "peers": peers,
+        "scaling": scaling_report.draw,
+        "segmentation_loading": loading_report.draw,
+        "scale": scale,
+        "simulator": scale,
+    }
 
 
 def draw_loading(document: dict[str, Any]) -> Figure:
@@ -237,14 +265,44 @@ def draw_staging(document: dict[str, Any]) -> Figure:
     """Speed of copies beside that of a plain read, for each limit of the nodes' links."""
     links = list(dict.fromkeys(row["link"] for row in document["summary"]))
     figure, panels = plt.subplots(1, len(links), figsize=(11, 3.6), layout="constrained", squeeze=False)
+    figure.get_layout_engine().set(rect=(0, 0.06, 1, 0.94))
     for axes, link in zip(panels[0], links, strict=True):
         rows = [r for r in document["summary"] if r["link"] == link and "error" not in r]
         rows = [r for r in rows if r["contender"] != "voxlane again"][::-1]
-        bars = axes.barh([r["contender"] for r in rows], [r["megabytes_per_s"] for r in rows], color="#4c78a8")
+        colours = [OURS if r["contender"] == "voxlane" else PEERS[0] for r in rows]
+        bars = axes.barh([r["contender"] for r in rows], [r["megabytes_per_s"] for r in rows], color=colours)
         axes.bar_label(bars, [f"{r['of_plain_read']:.0%}" for r in rows], padding=3)
-        axes.set_title(f"link: {link}")
+        axes.set_title("links without a limit" if link == "none" else f"links of {link}")
         axes.set_xlabel("MB/s, three nodes together")
         axes.margins(x=0.15)
+    return figure
+
+
+def draw_first_batch(document: dict[str, Any]) -> Figure:
+    """Where the seconds to the first batch go."""
+    rows = [r for r in document["summary"] if "error" not in r][::-1]
+    steps = list(rows[0]["steps_s"]) if rows else []
+    figure, axes = plt.subplots(figsize=(11, 1.8 + 0.55 * len(rows)), layout="constrained")
+    figure.get_layout_engine().set(rect=(0, 0.06, 1, 0.94))
+    names, left = [r["way"] for r in rows], [0.0] * len(rows)
+    words = {"listing": "knowing what there is", "dataset": "building the dataset", "first batch": "the batch"}
+    colours = ("#c9c9c9", "#a6a6a6", "#8d99ae", "#6a9fb5", "#30638e", OURS)
+    for step, colour in zip(steps, colours, strict=True):
+        seconds = [r["steps_s"][step]["median"] for r in rows]
+        axes.barh(names, seconds, left=left, color=colour, label=words.get(step, step))
+        left = [a + b for a, b in zip(left, seconds, strict=True)]
+    for place, row in enumerate(rows):
+        total = row["first_batch_s"]
+        told = f"{total['median']:.2f} s ({total['min']:.2f} to {total['max']:.2f})"
+        box = {"facecolor": "white", "edgecolor": "none", "pad": 1}
+        axes.annotate(told, (left[place], place), (5, -3), textcoords="offset points", fontsize=8, bbox=box)
+    axes.axvline(3.0, color="#333333", linewidth=1, linestyle="--", zorder=0)
+    axes.margins(x=0.2)
+    axes.set_xlabel("seconds since before the process was started (medians of steps; dashed: 3 s)")
+    axes.legend(fontsize=8, ncols=len(steps), loc="lower center", bbox_to_anchor=(0.42, 1.0), frameon=False)
+    setting = document["settings"]
+    latency_ms = setting["latency_s"] * 1000
+    axes.set_title(f"First batch of {setting['volumes']:,} volumes, {latency_ms:.0f} ms added to every request", pad=28)
     return figure
 
 

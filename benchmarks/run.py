@@ -1,7 +1,6 @@
 """All benchmarks, one after the other, then figures and tables.
 
-`python benchmarks/run.py [--quick]`: about an hour on two cores, or five minutes
-with --quick, which writes to
+`python benchmarks/run.py [--quick]`: more than an hour on two cores, or some ten minutes with --quick, which writes to
 results/quick so that it never overwrites figures worth quoting.
 """
 
@@ -15,6 +14,9 @@ from pathlib import Path
 
 from measure import RESULTS
 
+NAMES = ("loading", "listing", "compose", "checkpoint", "patch_readers", "staging", "first_batch", "peers")
+NAMES += ("segmentation_loading",)
+
 
 def main() -> None:
     """Run each as a process of its own: what one leaves behind in memory must not slow the next."""
@@ -23,14 +25,17 @@ def main() -> None:
     quick: bool = parser.parse_args().quick
     folder = RESULTS / "quick" if quick else RESULTS
     failed = []
-    for name in ("loading", "listing", "compose", "checkpoint", "patch_readers", "staging"):
+    for name in NAMES:
         started = time.monotonic()
         command = [sys.executable, str(Path(__file__).with_name(f"{name}.py")), "--out", str(folder / f"{name}.json")]
         # The others still run: a quiet machine is rare, and each result file says by itself what failed.
         if subprocess.run([*command, *(["--quick"] if quick else [])]).returncode:
             failed.append(name)
         print(f"{name}: {time.monotonic() - started:.0f} s", flush=True)
-    subprocess.run([sys.executable, str(Path(__file__).with_name("plot.py")), "--results", str(folder)], check=True)
+    page = [] if not quick else ["--out", str(folder / "performance.md")]
+    for name, arguments in (("plot.py", []), ("performance.py", page)):
+        script = str(Path(__file__).with_name(name))
+        subprocess.run([sys.executable, script, "--results", str(folder), *arguments], check=True)
     if failed:
         sys.exit(f"failed: {', '.join(failed)}")
 

@@ -12,7 +12,8 @@ def readme(documents: dict[str, dict[str, Any]]) -> str:
     """The whole page; sections for the results there are."""
     sections = [
         "# Benchmark results\n\nWritten by `python benchmarks/plot.py` from the JSON files beside it; do not edit. "
-        "Run again: `python benchmarks/run.py`.\n"
+        "Run again: `python benchmarks/run.py`. Ours beside the peers, with what is slower: "
+        "[docs/performance.md](../../docs/performance.md).\n"
     ]
     for name, section in _SECTIONS.items():
         if name in documents:
@@ -43,13 +44,15 @@ def _head(title: str, name: str, document: dict[str, Any]) -> str:
     )
 
 
-def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A Markdown table."""
     lines = ["| " + " | ".join(header) + " |", "|" + "---|" * len(header)]
     lines += ["| " + " | ".join(row) + " |" for row in rows]
     return "\n".join(lines) + "\n"
 
 
-def _spread(value: dict[str, float], digits: int = 2) -> str:
+def spread(value: dict[str, float], digits: int = 2) -> str:
+    """`median (least to most)`."""
     return f"{value['median']:.{digits}f} ({value['min']:.{digits}f} to {value['max']:.{digits}f})"
 
 
@@ -73,7 +76,7 @@ def _loading(document: dict[str, Any]) -> str:
             text += f"\n### {SERVICE_NAMES[service]}, {style}-style\n\n"
             header = ["size", "contender", "seconds", "objects/s", "MB/s", "ours is faster by", "first batch, s"]
             header += ["peak memory, MiB", "CPU, s: client / server", "requests"]
-            text += _table(header, [_loading_row(r, ours[r["size_bytes"]]) for r in rows])
+            text += table(header, [_loading_row(r, ours[r["size_bytes"]]) for r in rows])
     return text
 
 
@@ -83,7 +86,7 @@ def _loading_row(row: dict[str, Any], ours: dict[str, Any]) -> list[str]:
         return [*start, f"failed: {row['error'].splitlines()[0][:120]}", *[""] * 7]
     return [
         *start,
-        _spread(row["total_s"]),
+        spread(row["total_s"]),
         f"{row['objects_per_s']['median']:,.0f}",
         f"{row['bytes_per_s']['median'] / 1e6:,.0f}",
         _ratio(row, ours),
@@ -105,7 +108,7 @@ def _listing(document: dict[str, Any]) -> str:
     ours = {(r["service"], r["keys"]): r for r in rows if r["contender"] == "voxlane"}
     header = ["server", "keys", "contender", "seconds", "ours is faster by", "requests", "peak memory, MiB"]
     header += ["CPU, s: client / server"]
-    return text + _table(header, [_listing_row(r, ours[r["service"], r["keys"]]) for r in rows])
+    return text + table(header, [_listing_row(r, ours[r["service"], r["keys"]]) for r in rows])
 
 
 def _listing_row(row: dict[str, Any], ours: dict[str, Any]) -> list[str]:
@@ -114,7 +117,7 @@ def _listing_row(row: dict[str, Any], ours: dict[str, Any]) -> list[str]:
         return [*start, f"failed: {row['error'].splitlines()[0][:120]}", *[""] * 4]
     return [
         *start,
-        _spread(row["total_s"]),
+        spread(row["total_s"]),
         _ratio(row, ours),
         f"{row['requests']['median']:,.0f}",
         f"{row['peak_rss_bytes']['median'] / 2**20:,.0f}",
@@ -136,10 +139,10 @@ def _compose(document: dict[str, Any]) -> str:
             rows.append([*start, f"failed: {row['error'].splitlines()[0][:120]}", "", "", ""])
             continue
         requests = [str(sum(row[mode]["server_requests"].values())) for mode in ("off", "on")]
-        times = [_spread(row[mode]["total_s"]) for mode in ("off", "on")]
+        times = [spread(row[mode]["total_s"]) for mode in ("off", "on")]
         rows.append([*start, *times, f"{row['speedup']:.2f}", " / ".join(requests)])
     header = ("added latency", "style", "size", "off, s", "on, s", "speed-up", "requests off / on")
-    return text + _table(header, rows)
+    return text + table(header, rows)
 
 
 def _checkpoint(document: dict[str, Any]) -> str:
@@ -157,11 +160,11 @@ def _checkpoint(document: dict[str, Any]) -> str:
         header += ["extra memory, MB", "CPU, s: client / server"]
         mine = [r for r in rows if (r["service"], r["latency_s"]) == (service, latency_s)]
         mine.sort(key=lambda r: (r["operation"] == "load", r["size_bytes"], r["tensors"]))
-        text += _table(header, [_checkpoint_row(row) for row in mine])
+        text += table(header, [_checkpoint_row(row) for row in mine])
     if sharded := document["sharded_summary"]:
         text += "\n### Sharded over ranks (FSDP2, torch.distributed.checkpoint), S3 (SeaweedFS), no latency\n\n"
         header = ["ranks", "operation", "contender", "seconds", "MB/s", "against fsspec", "extra memory a rank, MB"]
-        text += _table(header, [_sharded_row(row) for row in sharded])
+        text += table(header, [_sharded_row(row) for row in sharded])
     if samples := [s for s in document["async"] if not s["first"]]:
         blocked, copied = (sorted(s[n] for s in samples)[len(samples) // 2] for n in ("blocked_s", "copy_s"))
         text += (
@@ -178,7 +181,7 @@ def _checkpoint_row(row: dict[str, Any]) -> list[str]:
         return [*start, f"failed: {row['error'].splitlines()[0][:120]}", *[""] * 5]
     return [
         *start,
-        _spread(row["total_s"]),
+        spread(row["total_s"]),
         f"{row['bytes_per_s']['median'] / 1e6:,.0f}",
         f"{row['of_ceiling']:.0%}" if "of_ceiling" in row else "",
         f"{row['of_fsspec']:.1f}x" if "of_fsspec" in row else "",
@@ -193,7 +196,7 @@ def _sharded_row(row: dict[str, Any]) -> list[str]:
         return [*start, f"failed: {row['error'].splitlines()[0][:120]}", *[""] * 3]
     return [
         *start,
-        _spread(row["total_s"]),
+        spread(row["total_s"]),
         f"{row['bytes_per_s']['median'] / 1e6:,.0f}",
         f"{row['of_fsspec']:.1f}x" if "of_fsspec" in row else "",
         f"{row['extra_bytes']['max'] / 1e6:,.0f}",
@@ -218,7 +221,7 @@ def _patch_readers(document: dict[str, Any]) -> str:
         text += f"\n### {names[place]}{added}\n\n"
         rows = [r for r in document["summary"] if (r["place"], r["latency_s"]) == (place, latency_s)]
         header = ["contender", "patches/s", "CPU a patch, ms", "MB a patch", "times its own bytes", "requests a patch"]
-        text += _table([*header, "peak memory, MiB"], [_patch_row(r) for r in rows])
+        text += table([*header, "peak memory, MiB"], [_patch_row(r) for r in rows])
     if document["sweep"]:
         text += (
             "\n### Chunk size and codec\n\nOur reader, 20 ms added to every request. Encoding and decoding in MB of "
@@ -227,7 +230,7 @@ def _patch_readers(document: dict[str, Any]) -> str:
         )
         header = ["chunk", "codec", "image, MB", "encode", "decode", "patches/s", "CPU a patch, ms", "times own bytes"]
         header += ["requests", "worst by plan", "by plan in row order: times own bytes, requests"]
-        text += _table(header, [_layout_row(r) for r in document["sweep"]])
+        text += table(header, [_layout_row(r) for r in document["sweep"]])
     return text
 
 
@@ -241,7 +244,7 @@ def _patch_row(row: dict[str, Any]) -> list[str]:
         counted.append(f"{row['requests_per_patch']['median']:.1f}")
     return [
         *start,
-        _spread(row["patches_per_s"], 1),
+        spread(row["patches_per_s"], 1),
         f"{row['client_cpu_s_per_patch']['median'] * 1000:.0f}",
         *counted,
         f"{row['peak_rss_bytes']['median'] / 2**20:,.0f}",
@@ -257,7 +260,7 @@ def _layout_row(row: dict[str, Any]) -> list[str]:
         f"{row['object_bytes']['image/c/0/0/0/0'] / 1e6:.1f}",
         f"{row['encode_mb_per_cpu_s']:.0f}",
         f"{row['decode_mb_per_cpu_s']:.0f}",
-        _spread(row["patches_per_s"], 1),
+        spread(row["patches_per_s"], 1),
         f"{row['client_cpu_s_per_patch']['median'] * 1000:.0f}",
         f"{row['times_own_bytes']:.2f}",
         f"{row['requests_per_patch']:.1f}",
@@ -289,19 +292,46 @@ def _staging(document: dict[str, Any]) -> str:
             [
                 row["link"],
                 _bold(row["contender"]),
-                _spread(row["total_s"]),
+                spread(row["total_s"]),
                 "" if again else f"{row['megabytes_per_s']:,.0f}",
                 "" if again else f"{row['of_plain_read']:.0%}",
                 f"{row['client_cpu_s']['median']:.1f} / {row['server_cpu_s']['median']:.1f}",
             ]
         )
     header = ("link", "contender", "seconds", "MB/s", "of the plain read", "CPU, s: client / server")
-    return text + _table(header, rows)
+    return text + table(header, rows)
+
+
+def _first_batch(document: dict[str, Any]) -> str:
+    settings = document["settings"]
+    text = _head("First batch", "first_batch", document) + (
+        f"\nFrom before a process is started to its first batch of {settings['batch']}, of {settings['volumes']:,} "
+        f"volumes; {settings['latency_s'] * 1000:.0f} ms added to every request; seconds of each step are medians. "
+        "Requests and bytes are those the server answered until the process ended, what was read ahead included.\n\n"
+    )
+    steps = next((list(r["steps_s"]) for r in document["summary"] if "error" not in r), [])
+    rows = []
+    for row in document["summary"]:
+        if "error" in row:
+            rows.append([row["way"], f"failed: {row['error'].splitlines()[0][:120]}", *[""] * (len(steps) + 3)])
+            continue
+        counted = f"{row['server_requests']['median']:,.0f}", f"{row['server_bytes']['median'] / 1e6:.1f}"
+        times = [spread(row["first_batch_s"]), spread(row["after_imports_s"])]
+        rows.append([row["way"], *times, *(f"{s['median']:.2f}" for s in row["steps_s"].values()), *counted])
+    return text + table(["way", "first batch, s", "without imports", *steps, "requests", "MB"], rows)
+
+
+def _peers(document: dict[str, Any]) -> str:
+    from peers_report import peers_section
+
+    return peers_section(document)
 
 
 _SECTIONS = {"loading": _loading, "listing": _listing, "compose": _compose, "checkpoint": _checkpoint}
 _SECTIONS["patch_readers"] = _patch_readers
 _SECTIONS["staging"] = _staging
+_SECTIONS["first_batch"] = _first_batch
+_SECTIONS["peers"] = _peers
 
 
 def _ratio(row: dict[str, Any], ours: dict[str, Any]) -> str:

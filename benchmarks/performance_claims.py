@@ -1,0 +1,389 @@
+"""The first table of docs/performance.md: what the product claims, ours beside the peer, and what is behind it; and the
+list of everything in which a peer was faster."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from performance_results import Document, Results, Spread, best, faster, link, more, one, rows_of, settings, times
+from tables import SERVICE_NAMES, size_name, spread, table
+
+KIB, MIB = 1 << 10, 1 << 20
+COMMANDS = {
+    "loading": "python benchmarks/loading.py",
+    "segmentation_loading": "python benchmarks/segmentation_loading.py",
+    "peers": "python benchmarks/peers.py",
+    "first_batch": "python benchmarks/first_batch.py",
+    "scale": "voxlane bench simulate",
+    "simulator": "python benchmarks/simulator.py",
+    "listing": "python benchmarks/listing.py",
+    "compose": "python benchmarks/compose.py",
+    "checkpoint": "python benchmarks/checkpoint.py",
+    "patch_readers": "python benchmarks/patch_readers.py --ct SCAN --label LABEL",
+    "staging": "python benchmarks/staging.py",
+    "scaling": "voxlane bench scaling",
+    "hippocampus/h200/summary": "voxlane prepare, train epochs=80, evaluate; python benchmarks/hippocampus.py",
+    "kill": "make kill-test",
+    "kill_training": "make kill-train",
+}
+"""What writes each result file."""
+
+
+_FLAGS = ("workers", "mode", "step_time", "steps", "warmup", "repeat", "trials", "trial_time", "concurrent")
+"""Flags of `voxlane bench scaling` that its result file tells."""
+
+
+def command_of(name: str, document: Document | None = None) -> str:
+    """The command behind a result file, with its settings where the file tells them."""
+    words = [COMMANDS[name]]
+    asked = {} if document is None else settings(document)
+    for flag in _FLAGS if name == "scaling" else ():
+        value = next((asked[n] for n in (flag, f"{flag}_s", f"{flag}s") if n in asked), None)
+        if value is not None:
+            told = ",".join(map(str, value)) if isinstance(value, list) else value
+            words.append(f"--{flag.replace('_', '-')} {told}")
+    if document is not None and name == "staging":
+        words += [f'--only "{contender}"' for contender in dict.fromkeys(r["contender"] for r in document["summary"])]
+    if name.startswith("scal"):
+        words.append(f"--out benchmarks/results/{name}.json")
+    return " ".join(words)
+
+
+@dataclass(frozen=True)
+class Figures:
+    """One line's figures, as text."""
+
+    ours: str
+    peer: str
+    ratio: str
+
+
+@dataclass(frozen=True)
+class Claim:
+    """One line of the table."""
+
+    what: str
+    file: str
+    find: Callable[[Document], Figures | None]
+    """None when the file has no such figure."""
+
+
+def _rate(
+    document: Document, figure: str, ours: str, peer: str, unit: str, digits: int = 1, **place: object
+) -> Figures | None:
+    mine, theirs = one(document, contender=ours, **place), one(document, contender=peer, **place)
+    if mine is None or theirs is None:
+        return None
+    return Figures(
+        f"{spread(mine[figure], digits)} {unit}",
+        f"{peer}: {spread(theirs[figure], digits)}",
+        times(more(mine[figure], theirs[figure])),
+    )
+
+
+def _seconds(document: Document, peer: str = "", **place: object) -> Figures | None:
+    """Against the peer that is named, else against the fastest of all."""
+    mine = one(document, contender="voxlane", **place)
+    others = [r for r in rows_of(document, **place) if r["contender"] not in ("voxlane", "ceiling", "voxlane dataset")]
+    others = [r for r in others if r["contender"] == peer] if peer else others
+    theirs = best([r for r in others if not r["contender"].startswith("voxlane")], "total_s", least=True)
+    if mine is None or theirs is None:
+        return None
+    ratio = times(faster(mine["total_s"], theirs["total_s"]))
+    return Figures(f"{spread(mine['total_s'])} s", f"{theirs['contender']}: {spread(theirs['total_s'])}", ratio)
+
+
+def _patch_bytes(document: Document) -> Figures | None:
+    mine, theirs = (
+        one(document, place="bucket", latency_s=0.02, contender=name) for name in ("voxlane", "whole .nii.gz")
+    )
+    if mine is None or theirs is None:
+        return None
+    ours, whole = mine["times_own_bytes"], theirs["times_own_bytes"]
+    return Figures(f"{ours['median']:.2f}", f"whole .nii.gz: {whole['median']:.1f}", times(faster(ours, whole)))
+
+
+def _fewer_bytes(document: Document) -> Figures | None:
+    found = document.get("comparison")
+    by_mode = {row["mode"]: row for row in reversed(document["summary"])}
+    if not found or set(by_mode) != {"patches", "whole-object"}:
+        return None
+    counted = "server_bytes_per_sample" if by_mode["patches"]["server_bytes_per_sample"] else "bytes_per_sample"
+    ours, whole = (by_mode[mode][counted]["median"] / 1e6 for mode in ("patches", "whole-object"))
+    return Figures(f"{ours:.2f} MB a sample", f"whole objects: {whole:.2f}", f"{found['bytes_ratio']:.1f}x fewer")
+
+
+def _more_samples(document: Document) -> Figures | None:
+    found = document.get("comparison")
+    by_mode = {row["mode"]: row for row in reversed(document["summary"])}
+    if not found or set(by_mode) != {"patches", "whole-object"}:
+        return None
+    ours, whole = (by_mode[mode]["samples_per_s"] for mode in ("patches", "whole-object"))
+    return Figures(f"{spread(ours, 1)} samples/s", f"whole objects: {spread(whole, 1)}", times(more(ours, whole)))
+
+
+def _first_batch(mode: str) -> Callable[[Document], Figures | None]:
+    def find(document: Document) -> Figures | None:
+        row = one(document, mode=mode, workers=0)
+        if row is None:
+            return None
+        imports = row["first_batch_s"]["median"] - row["after_imports_s"]["median"]
+        return Figures(f"{spread(row['first_batch_s'])} s, of which imports {imports:.2f}", "aim: 3 s", "")
+
+    return find
+
+
+def _peer_bucket(document: Document) -> Figures | None:
+    latency_s = max((row["latency_s"] for row in rows_of(document, place="bucket")), default=0.0)
+    return _best_of_peers(document, place="bucket", latency_s=latency_s, ours="voxlane patches")
+
+
+def _peer_disk(document: Document) -> Figures | None:
+    return _best_of_peers(document, place="disk", ours="voxlane patches from disk")
+
+
+def _best_of_peers(document: Document, *, ours: str, **place: object) -> Figures | None:
+    mine = one(document, contender=ours, **place)
+    others = [row for row in rows_of(document, **place) if not row["contender"].startswith("voxlane")]
+    theirs = best(others, "samples_per_s", least=False)
+    if mine is None or theirs is None:
+        return None
+    ratio = times(more(mine["samples_per_s"], theirs["samples_per_s"]))
+    rates = spread(mine["samples_per_s"], 1), spread(theirs["samples_per_s"], 1)
+    return Figures(f"{rates[0]} patches/s", f"the fastest, {theirs['contender']}: {rates[1]}", ratio)
+
+
+def _staged(link_name: str) -> Callable[[Document], Figures | None]:
+    def find(document: Document) -> Figures | None:
+        mine, theirs = (one(document, link=link_name, contender=name) for name in ("voxlane", "plain read"))
+        if mine is None or theirs is None:
+            return None
+        ratio = times(faster(mine["total_s"], theirs["total_s"]))
+        return Figures(f"{spread(mine['total_s'])} s", f"plain read into memory: {spread(theirs['total_s'])}", ratio)
+
+    return find
+
+
+def _scaling(document: Document) -> Figures | None:
+    row = max(document["workers"], key=lambda row: int(row["workers"]), default=None)
+    if row is None:
+        return None
+    return Figures(f"{spread(row['efficiency'], 3)} on {row['workers']} workers", "ideal: 1", "")
+
+
+def _dice(document: Document) -> Figures:
+    return Figures(f"{document['mean_dice']:.3f} on {document['cases']} cases", "nnU-Net: see [below](#accuracy)", "")
+
+
+def _kills(document: Document) -> Figures:
+    bad = sum(bool(kill["problems"]) for kill in document["kills"])
+    return Figures(f"{len(document['kills']) - bad} of {len(document['kills'])} survived", "", "")
+
+
+def _simulated(document: Document) -> Figures | None:
+    rows = [row for row in (document["public"] or {}).get("rows", []) if row["nodes"] <= PLATEAU_NODES]
+    if not rows:
+        return None
+    worst = max(abs(row["errors"][0]) for row in rows)
+    nodes = f"{rows[0]['nodes']} to {rows[-1]['nodes']} nodes"
+    return Figures(f"egress off by at most {worst:.0%} at {nodes}", "the public table, first epochs", "")
+
+
+PLATEAU_NODES = 128
+"""From more nodes on the public table is flat, and the simulator was fitted to it."""
+SMALL = {"service": "s3", "style": "map", "size_bytes": 100 * KIB}
+LARGE = {"service": "s3", "style": "map", "size_bytes": 150 * MIB}
+CHECKPOINT = {"service": "s3", "size_bytes": 300_000_000, "latency_s": 0.02, "tensors": "large"}
+MILLION = {"service": "gcs", "keys": 1_000_000}
+AT_20_MS = {"place": "bucket", "latency_s": 0.02}
+CLAIMS = (
+    Claim("bytes that a training sample moves, patches against whole objects", "segmentation_loading", _fewer_bytes),
+    Claim("samples/s of the same, one machine", "segmentation_loading", _more_samples),
+    Claim("128-cubed patches from a bucket, 2 workers, against other loaders", "peers", _peer_bucket),
+    Claim("the same from local disk", "peers", _peer_disk),
+    Claim(
+        "128-cubed patches at 20 ms, one process, against whole .nii.gz files",
+        "patch_readers",
+        lambda d: _rate(d, "patches_per_s", "voxlane", "whole .nii.gz", "patches/s", **AT_20_MS),
+    ),
+    Claim("bytes read for such a patch, times its own compressed bytes", "patch_readers", _patch_bytes),
+    Claim(
+        "the same patches by another reader of the same objects",
+        "patch_readers",
+        lambda d: _rate(d, "patches_per_s", "voxlane", "tensorstore", "patches/s", **AT_20_MS),
+    ),
+    Claim(
+        "first batch of 105,000 volumes, from the start of the process: patches", "first_batch", _first_batch("patches")
+    ),
+    Claim("the same, whole objects by a saved manifest", "first_batch", _first_batch("whole-object")),
+    Claim("an epoch of 100 KiB objects, S3, 20 ms, 2 workers", "loading", lambda d: _seconds(d, **SMALL)),
+    Claim(
+        "the same on GCS, against Dataflux",
+        "loading",
+        lambda d: _seconds(d, "dataflux", **{**SMALL, "service": "gcs"}),
+    ),
+    Claim("an epoch of 150 MiB objects, S3, 20 ms, 2 workers", "loading", lambda d: _seconds(d, **LARGE)),
+    Claim("listing a million keys, GCS, 20 ms", "listing", lambda d: _seconds(d, **MILLION)),
+    Claim("saving a 300 MB checkpoint, S3, 20 ms", "checkpoint", lambda d: _seconds(d, operation="save", **CHECKPOINT)),
+    Claim("loading it", "checkpoint", lambda d: _seconds(d, operation="load", **CHECKPOINT)),
+    Claim("staging 1 GB on each of 3 nodes, links of 1 Gbit/s", "staging", _staged("1 Gbit/s a node")),
+    Claim("the same, links without a limit", "staging", _staged("none")),
+    Claim("efficiency of training on many workers, 1 s steps", "scaling", _scaling),
+    Claim("mean Dice on Hippocampus, one H200", "hippocampus/h200/summary", _dice),
+    Claim("checkpoints after kills at random moments", "kill", _kills),
+    Claim("training runs on Ray after kills", "kill_training", _kills),
+    Claim("the simulator against the public table", "scale", _simulated),
+)
+
+
+def claims_table(results: Results) -> str:
+    """All claims, those without a result told so."""
+    header = ("claim", "ours", "peer", "ours is better by", "command", "file")
+    lines = []
+    for claim in CLAIMS:
+        document = results.get(claim.file)
+        found = None if document is None else claim.find(document)
+        if document is None or found is None:
+            figures = ["not measured yet", "", ""]
+        else:
+            quick = " (quick run: do not quote)" if settings(document).get("quick") else ""
+            figures = [found.ours + quick, found.peer, found.ratio]
+        file = link(claim.file) if document is not None else f"{claim.file}.json"
+        lines.append([claim.what, *figures, f"`{COMMANDS[claim.file]}`", file])
+    return table(header, lines)
+
+
+# -- where we are slower -----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Defeat:
+    """A measurement in which a peer's median was better."""
+
+    what: str
+    peer: str
+    ratio: Spread
+    """Ours against theirs, below 1."""
+    file: str
+
+
+def defeats(results: Results) -> list[Defeat]:
+    """All of them, the worst first."""
+    found = [*_loading(results), *_listing(results), *_checkpoints(results), *_readers(results), *_peers(results)]
+    found += _copies(results)
+    return sorted((d for d in found if d.ratio["median"] < 1), key=lambda d: d.ratio["median"])
+
+
+def defeats_table(results: Results) -> str:
+    """The list as a table."""
+    rows = [[d.what, d.peer, times(d.ratio), link(d.file)] for d in defeats(results)]
+    return table(("what", "the peer", "ours against it", "file"), rows)
+
+
+def _against(document: Document, file: str, keys: tuple[str, ...], what: Callable[[Document], str]) -> Iterator[Defeat]:
+    """Seconds of every contender that is not ours against ours at the same place."""
+    for row in rows_of(document):
+        if row["contender"].startswith("voxlane") or row["contender"] == "ceiling":
+            continue
+        mine = one(document, contender="voxlane", **{key: row[key] for key in keys})
+        if mine is not None:
+            yield Defeat(what(row), row["contender"], faster(mine["total_s"], row["total_s"]), file)
+
+
+def _loading(results: Results) -> Iterator[Defeat]:
+    if (document := results.get("loading")) is not None:
+        yield from _against(
+            document,
+            "loading",
+            ("service", "style", "size_bytes"),
+            lambda r: (
+                f"an epoch of {size_name(r['size_bytes'])} objects, {SERVICE_NAMES[r['service']]}, {r['style']}-style"
+            ),
+        )
+
+
+def _listing(results: Results) -> Iterator[Defeat]:
+    if (document := results.get("listing")) is not None:
+        yield from _against(
+            document,
+            "listing",
+            ("service", "keys"),
+            lambda r: f"listing {r['keys']:,} keys, {SERVICE_NAMES[r['service']]}",
+        )
+
+
+def _checkpoints(results: Results) -> Iterator[Defeat]:
+    document = results.get("checkpoint")
+    if document is None:
+        return
+    yield from _against(
+        document,
+        "checkpoint",
+        ("service", "size_bytes", "tensors", "latency_s", "operation"),
+        lambda r: (
+            f"{r['operation']} of {r['size_bytes'] / 1e6:,.0f} MB in {r['tensors']} tensors, "
+            f"{SERVICE_NAMES[r['service']]}, {r['latency_s'] * 1000:.0f} ms"
+        ),
+    )
+    sharded: Document = {"summary": document["sharded_summary"]}
+    yield from _against(
+        sharded,
+        "checkpoint",
+        ("num_ranks", "operation"),
+        lambda r: f"{r['operation']} of a model sharded over {r['num_ranks']} ranks",
+    )
+
+
+def _readers(results: Results) -> Iterator[Defeat]:
+    document = results.get("patch_readers")
+    if document is None:
+        return
+    for row in rows_of(document):
+        mine = our_reader(document, row)
+        if mine is not None:
+            where = "disk" if row["place"] == "disk" else f"a bucket at {row['latency_s'] * 1000:.0f} ms"
+            ratio = more(mine["patches_per_s"], row["patches_per_s"])
+            yield Defeat(f"128-cubed patches from {where}, one process", row["contender"], ratio, "patch_readers")
+
+
+def our_reader(document: Document, row: dict[str, Any]) -> dict[str, Any] | None:
+    """Ours at the place of a peer's row of patch_readers.json, with a cache if that has one."""
+    if row["contender"].startswith("voxlane"):
+        return None
+    alike = "voxlane, 256 MB cache" if "cache" in row["contender"] else "voxlane"
+    return one(document, contender=alike, place=row["place"], latency_s=row["latency_s"])
+
+
+def _peers(results: Results) -> Iterator[Defeat]:
+    document = results.get("peers")
+    if document is None:
+        return
+    for row in rows_of(document):
+        if row["contender"].startswith("voxlane"):
+            continue
+        place = {"place": row["place"], "latency_s": row["latency_s"]}
+        disk = row["place"] == "disk"
+        mine = one(document, contender="voxlane patches from disk" if disk else "voxlane patches", **place)
+        if mine is None:
+            continue
+        where = "disk" if disk else f"a bucket at {row['latency_s'] * 1000:.0f} ms"
+        rate = more(mine["samples_per_s"], row["samples_per_s"])
+        yield Defeat(f"128-cubed patches from {where}, 2 workers", row["contender"], rate, "peers")
+        start = faster(mine["first_batch_s"], row["first_batch_s"])
+        yield Defeat(f"time to the first batch from {where}", row["contender"], start, "peers")
+        memory = faster(mine["peak_memory_bytes"], row["peak_memory_bytes"])
+        yield Defeat(f"memory while loading from {where}", row["contender"], memory, "peers")
+
+
+def _copies(results: Results) -> Iterator[Defeat]:
+    document = results.get("staging")
+    if document is None:
+        return
+    for row in rows_of(document):
+        mine = one(document, contender="voxlane", link=row["link"])
+        if mine is not None and not row["contender"].startswith("voxlane"):
+            limit = "without a limit" if row["link"] == "none" else f"of {row['link']}"
+            ratio = faster(mine["total_s"], row["total_s"])
+            yield Defeat(f"staging on 3 nodes, links {limit}", row["contender"], ratio, "staging")

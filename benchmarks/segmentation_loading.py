@@ -59,7 +59,7 @@ def main() -> None:
     """Make the data, measure, and write the result file."""
     arguments = _arguments()
     volumes = QUICK if arguments.quick else BIG
-    steps, epochs = (4, 1) if arguments.quick else (20, 3)
+    steps, epochs = (4, 1) if arguments.quick else (40, 3)
     with tempfile.TemporaryDirectory(prefix="voxlane-bench-") as folder, servers.emulator(latency_s=0) as server:
         assert server.emulator is not None
         server.emulator.create_bucket(BUCKET)

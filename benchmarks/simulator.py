@@ -55,7 +55,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         os.environ["STORAGE_EMULATOR_HOST"] = emulator.url
         make(Path(folder), emulator)
         written = [
-            measured(emulator, name, count, runs, steps=6 if options.quick else 48 // count + 8)
+            measured(emulator, name, count, runs, steps=6 if options.quick else 30 // count + 8)
             for count in ranks
             for name in servers
         ]

@@ -22,7 +22,7 @@ from voxlane.volume.draw import Triple
 from voxlane.volume.grid import Grid
 from voxlane.volume.prepared import Prepared, PreparedCase, case_key, folder
 from voxlane.volume.staged import Staged
-from voxlane.volume.volume_reader import Timing, VolumeReader, Volumes
+from voxlane.volume.volume_reader import Pending, Timing, VolumeReader, Volumes
 
 _OPEN_CASES = 4096
 """Cases whose metadata stay parsed."""
@@ -70,6 +70,14 @@ class CaseVolume:
         stop = [a + n for a, n in zip(start, patch, strict=True)]
         image = self._reader.start_padded("image", start, stop, 0)
         label = self._reader.start_padded("label", start, stop, 0)
+        image.wait()
+        label.wait()
+        with self._reader.shared.decoding:
+            return self._decoded(image, label, start, stop)
+
+    def _decoded(
+        self, image: Pending, label: Pending, start: Triple, stop: Sequence[int]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         values = normalise.decode(image.result(), self._scale, self._offset)
         if any(self._offset) and (
             any(a < 0 for a in start) or any(b > n for b, n in zip(stop, self.shape, strict=True))

@@ -54,6 +54,11 @@ class Timing:
     """Chunks that came from the disk cache."""
 
 
+def _cores() -> int:
+    """Processors that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 class Copy(Protocol):
     """A copy of the bucket's objects that is nearer; see `volume.staged`."""
 
@@ -107,6 +112,8 @@ class Volumes:
         self._shards: _Recent[_Shard] = _Recent(self._settings["index_bytes"])
         self._opening: dict[tuple[str, str | None], Future[_Shard]] = {}
         self._codecs: dict[str, ChunkCodec] = {}
+        self.decoding = threading.Semaphore(_cores())
+        """Held by threads that decode, where many do: more of them than cores only take time from each other."""
 
     def __getstate__(self) -> dict[str, Any]:
         return {"store": self.store, "settings": self._settings}
@@ -332,6 +339,15 @@ class Pending:
         self._frame: tuple[Shape, tuple[slice, ...], float] | None = None
         self._fills: list[Piece] = []
         self._asked: list[Future[list[_Arrival]]] = []
+
+    def wait(self) -> None:
+        """Until all bytes are here, or their failure, which `result` raises."""
+        began = time.perf_counter()
+        for asked in self._asked:
+            if asked.exception() is None:
+                for arrival in asked.result():
+                    arrival.body.exception()
+        self._shared._count(wait_s=time.perf_counter() - began)
 
     def result(self) -> npt.NDArray[Any]:
         """Wait for the bytes, decode them on this thread, and return the array, which is the caller's own."""

@@ -232,7 +232,7 @@ def _nodes(options: Any) -> tuple[int, ...]:
 
 def _patch(options: Any) -> tuple[Work, str]:
     """What a patch takes, by flags, a measured run, or what we measured."""
-    source = "benchmarks/results/patch_readers.json"
+    source = "benchmarks/results/segmentation_loading.json"
     work = works.patch_work()
     if options.measured:
         result = measured.load(options.measured)

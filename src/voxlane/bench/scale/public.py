@@ -60,8 +60,8 @@ PATCH_BYTES = 3_161_334.0
 PATCH_REQUESTS = 8.975
 PATCH_CPU_S = 0.035
 """Of a 128-cubed patch and its label from a CT of 336 cubed, read at 20 ms without a cache: median of
-benchmarks/results/segmentation_loading.json. Requests are those for chunks, without the two for indexes; most are ranges
-of one object."""
+benchmarks/results/segmentation_loading.json. Requests are those for chunks, without the two for indexes; most are
+ranges of one object."""
 PREPARED_BYTES = 43.13e6
 """Of a CT of 300 x 512 x 512 and its label, prepared: benchmarks/results/patch_readers.json."""
 WHOLE_CPU_S_PER_BYTE = 2.95e-9

@@ -8,7 +8,6 @@ import json
 import multiprocessing
 import os
 import re
-import socket
 import subprocess
 import sys
 import time
@@ -466,10 +465,7 @@ def test_what_a_worker_raises_comes_without_its_traceback(
 
 
 def test_it_takes_part_in_a_job_that_torchrun_started(data: Bucket, emulator: Emulator, tmp_path: Path) -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", str(port)]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     command += ["-m", "voxlane", "bench", "loading", f"{data.uri}/prepared", "--steps", "2", "--step-time", "0.01"]
     quiet = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
     command += ["--out", f"{data.uri}/out/job.json", "--no-plot"]

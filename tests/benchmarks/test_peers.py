@@ -140,6 +140,7 @@ if __name__ == "__main__":  # the writers are processes that import this
 """
 
 
+@pytest.mark.cluster
 def test_a_small_comparison_from_volumes_to_figures(tmp_path: Path) -> None:
     for module in ("envoy", "psutil"):
         pytest.importorskip(module)

@@ -102,7 +102,7 @@ def test_an_interrupted_deploy_leaves_nothing(
     for number in numbers:
         process.send_signal(signal.Signals[f"SIG{number}"])
         time.sleep(0.03)
-    said, _ = process.communicate(timeout=30)
+    said, _ = process.communicate(timeout=120)
     assert process.returncode == 130 or len(numbers) > 1, said
     assert "StagedDataset kits19: removed again" in said or "HUP" in numbers  # nobody is there to read it
     assert "Traceback" not in said

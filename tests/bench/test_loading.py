@@ -391,7 +391,9 @@ def test_ranks_end_with_the_process_that_started_them(tmp_path: Path) -> None:
     command.terminate()
     command.join()
     started = [int(path.read_text()) for path in tmp_path.glob("rank-*")]
+    assert len(started) == 2
     _until(lambda: not any(_runs(pid) for pid in started))
+    assert not any(_runs(pid) for pid in started)
 
 
 def _until(true: Callable[[], bool]) -> None:

@@ -22,7 +22,6 @@ from voxlane.bench.raw_set import RawCase, RawSet, arrays
 from voxlane.dataset.ahead import in_order
 from voxlane.dataset.base import OrderedDataset
 from voxlane.dataset.cache import DiskCache
-from voxlane.dataset.order import worker_share
 from voxlane.dataset.reading import Reader
 from voxlane.store import Store, StoreConfig
 from voxlane.volume.draw import Triple, case_at, draw_patch, is_forced
@@ -79,11 +78,7 @@ class WholeObjects(OrderedDataset, torch.utils.data.IterableDataset[dict[str, An
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         self.start_pass()
-        positions = self.rank_indices()
-        worker = torch.utils.data.get_worker_info()
-        if worker is not None:
-            positions = worker_share(positions, worker.id, worker.num_workers, self.block)
-        return self._stream(positions.tolist())
+        return self._stream(self.process_indices().tolist())
 
     def _stream(self, positions: list[int]) -> Iterator[dict[str, Any]]:
         if self._opened is None or self._opened[0] != os.getpid():

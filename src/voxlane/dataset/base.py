@@ -8,8 +8,18 @@ from collections.abc import Callable, Sequence
 from typing import Any, Literal, Self
 
 import torch.distributed
+from torch.utils.data import get_worker_info
 
-from voxlane.dataset.order import Positions, State, Tail, check_rank, epoch_order, rank_share, rank_share_size
+from voxlane.dataset.order import (
+    Positions,
+    State,
+    Tail,
+    check_rank,
+    epoch_order,
+    rank_share,
+    rank_share_size,
+    worker_share,
+)
 from voxlane.dataset.samples import Compose, Decode, PendingSample, Samples, Source
 from voxlane.dataset.tally import Tally
 from voxlane.errors import (
@@ -124,6 +134,12 @@ class OrderedDataset:
         samples = self.num_samples()
         order = epoch_order(samples, seed=self.seed, epoch=self._tally.epoch, shuffle=self.shuffle)
         return order[rank_share(samples, self._tally.consumed, rank, world_size, self.tail)]
+
+    def process_indices(self) -> Positions:
+        """Of `rank_indices`, those of this DataLoader worker, in order; all where there are no workers."""
+        worker = get_worker_info()
+        indices = self.rank_indices()
+        return indices if worker is None else worker_share(indices, worker.id, worker.num_workers, self.block)
 
     def rank_length(self) -> int:
         """How many samples `rank_indices` gives."""

@@ -8,7 +8,6 @@ from typing import Any
 import torch.utils.data
 
 from voxlane.dataset.base import BucketDataset, Skipped
-from voxlane.dataset.order import worker_share
 from voxlane.dataset.samples import READ_AHEAD_BYTES, read_ahead
 from voxlane.errors import ConfigError, StateError
 
@@ -40,10 +39,7 @@ class IterableDataset(BucketDataset, torch.utils.data.IterableDataset[Any]):
 
     def __iter__(self) -> Iterator[Any]:
         self.start_pass()
-        indices = self.rank_indices()
-        worker = torch.utils.data.get_worker_info()
-        if worker is not None:
-            indices = worker_share(indices, worker.id, worker.num_workers, self.block)
+        indices = self.process_indices()
         self._taken, self._skip = self._skip, 0
         return self._stream(indices[self._taken :].tolist())
 

@@ -14,7 +14,6 @@ import torch.utils.data
 
 from voxlane.dataset.ahead import in_order
 from voxlane.dataset.base import OrderedDataset
-from voxlane.dataset.order import worker_share
 from voxlane.errors import ConfigError
 from voxlane.volume.array import MAX_GAP_BYTES
 from voxlane.volume.cases import Caching, Cases
@@ -110,11 +109,7 @@ class PatchStream(OrderedDataset, torch.utils.data.IterableDataset[dict[str, Any
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         self.start_pass()
-        positions = self.rank_indices()
-        worker = torch.utils.data.get_worker_info()
-        if worker is not None:
-            positions = worker_share(positions, worker.id, worker.num_workers, self.block)
-        return self._stream(positions.tolist())
+        return self._stream(self.process_indices().tolist())
 
     def _stream(self, positions: list[int]) -> Iterator[dict[str, Any]]:
         if self._pool is None or self._pool[0] != os.getpid():

@@ -110,8 +110,10 @@ def more(ours: Spread, peers: Spread) -> Spread:
 
 
 def times(ratio: Spread) -> str:
-    """`26.3x (24.9 to 27.4)`, and whether that is slower or not told apart."""
+    """`26.3x (24.9 to 27.4)`, and whether that is slower or not told apart; without a spread where there is none."""
     digits = 1 if ratio["median"] >= 9.95 else 2
+    if ratio["min"] == ratio["max"]:
+        return f"{ratio['median']:.{digits}f}x, no spread" + verdict(ratio)
     told = f"{ratio['median']:.{digits}f}x ({ratio['min']:.{digits}f} to {ratio['max']:.{digits}f})"
     return told + verdict(ratio)
 

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from torch import nn
 
 from voxlane.errors import ConfigError
 from voxlane.model import mlperf, unet
-from voxlane.volume.plan import Network, Triple
+
+if TYPE_CHECKING:
+    from voxlane.volume.plan import Network, Triple
 
 
-def build(network: Network, channels: int, outputs: int, deep_supervision: bool = True) -> nn.Module:
+def build(
+    network: Network, channels: int, outputs: int, deep_supervision: bool = True, *, fused: bool = True
+) -> nn.Module:
     """The network with fresh weights from torch's random state. MLPerf's has no deep supervision: the choice is then
-    without effect."""
+    without effect. `fused`: whether it takes our kernels where they run."""
     if network.kind == "mlperf":
-        return mlperf.UNet3D(channels, outputs)
-    return unet.UNet(channels, outputs, network, deep_supervision=deep_supervision)
+        return mlperf.UNet3D(channels, outputs, fused=fused)
+    return unet.UNet(channels, outputs, network, deep_supervision=deep_supervision, fused=fused)
 
 
 def divisors(network: Network) -> Triple:

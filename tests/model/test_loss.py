@@ -102,6 +102,24 @@ def test_float32_inside_autocast() -> None:
     assert half.grad.isfinite().all()
 
 
+@pytest.mark.parametrize("description", [CLASSES, REGIONS])
+def test_unknown_label_values_are_background(description: Description) -> None:
+    logits, label = drawn(3, (0, 1, 4, 99))
+    strange = label.to(torch.int16)
+    strange[label == 99] = -1
+    strange[0, 0] = 300
+    label[0, 0] = 0
+    loss = DiceCE.of(description)
+    torch.testing.assert_close(loss(logits, strange), loss(logits, label))
+    label[label == 99] = 0
+    torch.testing.assert_close(loss(logits, strange), loss(logits, label))
+
+
+def test_without_kernels_the_choice_of_them_changes_nothing() -> None:
+    logits, label = drawn(3, (0, 1, 4))
+    assert torch.equal(DiceCE.of(CLASSES)(logits, label), DiceCE.of(CLASSES, fused=False)(logits, label))
+
+
 def test_the_table_is_no_state_to_save() -> None:
     assert not DiceCE.of(REGIONS).state_dict()
 

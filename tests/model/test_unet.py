@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import math
+import subprocess
+import sys
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from voxlane.errors import ConfigError
-from voxlane.model import networks
+from voxlane.kernels import support
+from voxlane.model import networks, norm
 from voxlane.model.mlperf import UNet3D
+from voxlane.model.norm import InstanceNormAct, norm_and_act
 from voxlane.model.unet import SLOPE, UNet
 from voxlane.volume.plan import Network
 
@@ -125,3 +130,80 @@ def test_a_patch_that_the_strides_do_not_divide_is_refused() -> None:
         networks.check_patch(SMALL, (2, 16, 16))
     with pytest.raises(ConfigError, match="one voxel"):
         networks.check_patch(SMALL, (4, 8, 8))
+
+
+def test_fused_and_plain_networks_are_one() -> None:
+    # Old checkpoints have the plain one's names, and a seed gives both the same weights.
+    for kind in (SMALL, Network(kind="mlperf")):
+        made = []
+        for fused in (True, False):
+            torch.manual_seed(0)
+            made.append(networks.build(kind, 1, 3, fused=fused))
+        ours, plain = made
+        assert any(isinstance(m, InstanceNormAct) for m in ours.modules())
+        assert not any(isinstance(m, InstanceNormAct) for m in plain.modules())
+        assert list(ours.state_dict()) == list(plain.state_dict())
+        assert [n for n, _ in ours.named_parameters()] == [n for n, _ in plain.named_parameters()]
+        assert all(
+            torch.equal(a, b) for a, b in zip(ours.state_dict().values(), plain.state_dict().values(), strict=True)
+        )
+    ours, plain = (networks.build(SMALL, 1, 3, fused=fused) for fused in (True, False))
+    plain.load_state_dict(ours.state_dict())
+    image = torch.randn(1, 1, 8, 16, 16)
+    for head, right in zip(ours(image), plain(image), strict=True):
+        assert torch.equal(head, right)
+
+
+def test_names_in_a_checkpoint() -> None:
+    names = list(networks.build(SMALL, 1, 3).state_dict())
+    assert names[:8] == [f"down.0.{i}.{kind}" for i in (0, 1, 3, 4) for kind in ("weight", "bias")]
+    with torch.device("meta"):
+        names = list(UNet3D(1, 3).state_dict())
+    assert names[:6] == [
+        f"enter.{name}" for name in ("0.weight", "1.weight", "1.bias", "3.weight", "4.weight", "4.bias")
+    ]
+
+
+@pytest.mark.parametrize("slope", [0.0, 0.01])
+def test_without_a_kernel_the_norm_is_pytorchs(slope: float) -> None:
+    x = torch.randn(2, 4, 3, 4, 5, requires_grad=True)
+    ours = InstanceNormAct(4, slope=slope)
+    plain = nn.Sequential(*norm_and_act(nn.InstanceNorm3d(4, affine=True), slope, fused=False))
+    assert torch.equal(ours(x), plain(x))
+    assert torch.equal(ours(x[0]), plain(x[0]))
+    bias = torch.randn(4, requires_grad=True)
+    torch.testing.assert_close(ours(x, dead=bias), plain(x))
+    ours(x, dead=bias).sum().backward()
+    assert bias.grad is not None
+    with pytest.raises(ValueError, match="more than 1 spatial element"):
+        ours(torch.ones(1, 4, 1, 1, 1))
+    with pytest.raises(ValueError, match="num_features"):
+        ours(torch.ones(1, 3, 2, 2, 2))
+    tracking = InstanceNormAct(4, slope=slope, track_running_stats=True)
+    tracking(x)
+    assert tracking.running_mean is not None
+    assert tracking.running_mean.any()
+    assert isinstance(norm_and_act(nn.BatchNorm3d(4), slope, fused=True)[0], nn.BatchNorm3d)
+
+
+def test_a_gpu_that_the_kernels_do_not_know_is_told_of_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(support, "why_not", lambda index: "Triton is not installed (pip install triton)")
+    norm._ready.cache_clear()
+    with caplog.at_level(logging.WARNING, "voxlane"):
+        assert not norm._ready(0)
+        assert not norm._ready(0)
+    norm._ready.cache_clear()
+    (said,) = caplog.messages
+    assert "cuda:0" in said
+    assert "pip install triton" in said
+
+
+def test_networks_and_loss_need_torch_alone() -> None:
+    code = (
+        "import sys; sys.modules |= dict.fromkeys(('pydantic', 'numpy', 'triton'));"
+        "from voxlane.model import unet, mlperf, loss; mlperf.pair(1, 2, 1); loss.DiceCE(False, target_values=[(1,)])"
+    )
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from voxlane.errors import ConfigError
 from voxlane.model import intensity
-from voxlane.model.augment import Augment, AugmentSettings, Draw, draw
+from voxlane.model.augment import Augment, AugmentSettings, ChannelDraw, Draw, draw, draws
 from voxlane.settings import build, plain
 
 PATCH = (12, 20, 16)
@@ -187,6 +187,42 @@ def test_a_setting_leaves_what_the_others_draw() -> None:
     )
     assert (after.angles, after.noise_std) == (None, None)
     assert (before.scales, before.flips, before.channels) == (after.scales, after.flips, after.channels)
+
+
+def test_what_a_seed_draws_stays() -> None:
+    """A run is repeated by its seed, whatever the version."""
+    chosen = AugmentSettings(strength=10.0).in_effect()
+    made = draw(chosen, 5, 2)
+    assert made == Draw(
+        angles=(-0.059310031203308564, -0.26284780799992663, 0.18597255645940225),
+        scales=(1.2203717941030536,) * 3,
+        flips=(False, False, True),
+        noise_std=0.07605338377608305,
+        noise_seed=6767611927603349064,
+        channels=(
+            ChannelDraw(
+                blur_voxels=(0.6248647179497937, 0.8149506447179609, 0.7312808932570299),
+                brightness=1.1492653293886121,
+                contrast=0.9511704595214308,
+                low_resolution=0.9586640015072019,
+                gamma_inverted=0.7843426248185755,
+                gamma=0.7840304416615891,
+            ),
+            ChannelDraw(
+                brightness=0.7581120504947846,
+                contrast=0.9560581863594738,
+                gamma_inverted=1.0638025697528073,
+                gamma=0.8492696982961925,
+            ),
+        ),
+    )
+    flat = draw(chosen, -3, 1, 0)
+    assert (flat.angles, flat.scales) == (
+        (-0.2164916637734836, 0.0, 0.0),
+        (1.0, 1.1227703161821005, 1.1227703161821005),
+    )
+    assert flat.noise_seed == 112178671737246765
+    assert draws(chosen, [-3, 5, 2**62, 5], 2)[1::2] == [made, made]
 
 
 def _done(made: Draw) -> dict[str, bool]:

@@ -21,6 +21,7 @@ import pydantic
 import torch
 
 from voxlane.errors import ConfigError
+from voxlane.kernels import support
 from voxlane.model import intensity, spatial
 from voxlane.settings import record
 from voxlane.volume.plan import Triple
@@ -171,9 +172,29 @@ def draw(settings: AugmentSettings, seed: int, channels: int, flat_axis: int | N
     Every number has its own place in the seed's random sequence, so that changing one setting leaves what the others
     draw as it was. `flat_axis` is the axis out of whose plane an anisotropic patch is not turned.
     """
-    random = np.random.Generator(np.random.Philox(key=seed % 2**64))
-    noise_seed = int(random.integers(2**63))
-    u = random.random(_PER_SAMPLE).tolist()
+    return draws(settings, [seed], channels, flat_axis)[0]
+
+
+def draws(settings: AugmentSettings, seeds: Iterable[int], channels: int, flat_axis: int | None = None) -> list[Draw]:
+    """`draw` for each seed."""
+    # One generator that gets every seed's key: making one takes as long as all that a sample draws.
+    philox = np.random.Philox(key=0)
+    random = np.random.Generator(philox)
+    start = philox.state
+    made = []
+    for seed in seeds:
+        start["state"]["key"][0] = seed % 2**64
+        philox.state = start
+        noise_seed = int(random.integers(2**63))
+        numbers = random.random(_PER_SAMPLE + channels * _PER_CHANNEL).tolist()
+        made.append(_draw_sample(settings, noise_seed, numbers, flat_axis))
+    return made
+
+
+def _draw_sample(settings: AugmentSettings, noise_seed: int, numbers: list[float], flat_axis: int | None) -> Draw:
+    """`numbers` are the sample's own, then those of each channel."""
+    u = numbers[:_PER_SAMPLE]
+    of_channels = [numbers[at : at + _PER_CHANNEL] for at in range(_PER_SAMPLE, len(numbers), _PER_CHANNEL)]
     angles = scales = None
     if u[0] < settings.rotation_p:
         degrees = settings.rotation_degrees if flat_axis is None else settings.rotation_degrees_in_plane
@@ -189,7 +210,7 @@ def draw(settings: AugmentSettings, seed: int, channels: int, flat_axis: int | N
         flips=(flips[0], flips[1], flips[2]),
         noise_std=_between(settings.noise_std, u[10]) if u[9] < settings.noise_p else None,
         noise_seed=noise_seed,
-        channels=tuple(_draw_channel(settings, u, random.random(_PER_CHANNEL).tolist()) for _ in range(channels)),
+        channels=tuple(_draw_channel(settings, u, v) for v in of_channels),
     )
 
 
@@ -241,11 +262,15 @@ class Augment(torch.nn.Module):
 
     def draw(self, seed: int, channels: int) -> Draw:
         """What is done to the sample with this seed."""
-        made = draw(self._in_effect, seed, channels, self.flat_axis)
+        return self.draws([seed], channels)[0]
+
+    def draws(self, seeds: Iterable[int], channels: int) -> list[Draw]:
+        """What is done to the samples with these seeds."""
+        made = draws(self._in_effect, seeds, channels, self.flat_axis)
         if self.settings.preset != "mlperf":
             return made
         # One image-wide factor, as the benchmark multiplies the whole array.
-        return dataclasses.replace(made, channels=made.channels[:1] * channels)
+        return [dataclasses.replace(one, channels=one.channels[:1] * channels) for one in made]
 
     @torch.no_grad()
     def forward(
@@ -262,7 +287,9 @@ class Augment(torch.nn.Module):
         self._check(image, label, seeds)
         if self.settings.preset == "none" and tuple(image.shape[2:]) == self.patch:
             return image, label
-        draws = [self.draw(seed, image.shape[1]) for seed in seeds.tolist()]
+        draws = self.draws(seeds.tolist(), image.shape[1])
+        if support.usable(image):
+            return self._at_once(image, label, draws)
         image, label = spatial.transform(
             image, label, [made.matrix for made in draws], [made.flips for made in draws], self.patch
         )
@@ -270,6 +297,15 @@ class Augment(torch.nn.Module):
         for sample, made in zip(image, draws, strict=True):
             self._change_intensity(sample, made, generator)
         return image, label
+
+    def _at_once(
+        self, image: torch.Tensor, label: torch.Tensor, draws: list[Draw]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """By kernels that take the whole batch: one by one, small patches are all launches."""
+        from voxlane.model import batched  # which imports Triton
+
+        noise_last = self.settings.preset == "mlperf"
+        return batched.augment(image, label, draws, self.patch, flat_axis=self.flat_axis, noise_last=noise_last)
 
     def _change_intensity(self, sample: torch.Tensor, made: Draw, generator: torch.Generator | None) -> None:
         noise_last = self.settings.preset == "mlperf"

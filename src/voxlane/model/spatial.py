@@ -6,6 +6,7 @@ neither is copied, mirrored, which costs no interpolation.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -25,11 +26,12 @@ def matrix_of(angles_radians: Sequence[float], scales: Sequence[float]) -> Matri
     """
     product = np.diag(np.asarray(scales, dtype=np.float64))
     for axis, angle in enumerate(angles_radians):
-        first, second = (axis + 1) % 3, (axis + 2) % 3
-        rotation = np.eye(3)
-        rotation[first, first] = rotation[second, second] = np.cos(angle)
-        rotation[first, second], rotation[second, first] = -np.sin(angle), np.sin(angle)
-        product = rotation @ product
+        if angle != 0:
+            first, second = (axis + 1) % 3, (axis + 2) % 3
+            rotation = [[1.0, 0.0, 0.0], [0.0, 1.0, 0.0], [0.0, 0.0, 1.0]]
+            rotation[first][first] = rotation[second][second] = math.cos(angle)
+            rotation[first][second], rotation[second][first] = -math.sin(angle), math.sin(angle)
+            product = np.array(rotation) @ product
     return product
 
 
@@ -46,9 +48,8 @@ def transform(
     source = image.shape[2:]
     new_image = torch.empty((*image.shape[:2], *patch), dtype=torch.float32, device=image.device)
     new_label = torch.empty((len(label), *patch), dtype=label.dtype, device=label.device)
-    # Mirroring the result is turning the signs of the matrix's columns.
-    turned = {i: m * np.where(flips[i], -1.0, 1.0) for i, m in enumerate(matrices) if m is not None}
-    packed = _steps(list(turned.values()), patch, source)
+    turned = [index for index, matrix in enumerate(matrices) if matrix is not None]
+    packed = torch.from_numpy(steps_of(matrices, flips, patch, source))
     # One small transfer for the whole batch; from pinned memory, because any other copy waits for the GPU.
     steps = iter((packed.pin_memory() if image.is_cuda else packed).to(image.device, non_blocking=True))
     middle = tuple(slice((s - p) // 2, (s - p) // 2 + p) for s, p in zip(source, patch, strict=True))
@@ -65,19 +66,27 @@ def transform(
     return new_image, new_label
 
 
-def _steps(matrices: Sequence[Matrix], patch: Triple, source: Sequence[int]) -> torch.Tensor:
-    """What each plane, row and column of the result adds to the source coordinate: (N, D + H + W, 3) on the CPU.
+def steps_of(
+    matrices: Sequence[Matrix | None], flips: Sequence[tuple[bool, bool, bool]], patch: Triple, source: Sequence[int]
+) -> npt.NDArray[np.float32]:
+    """What each plane, row and column of the result adds to the source coordinate, for each of the N samples that have
+    a matrix: (N, D + H + W, 3).
 
     The coordinates are grid_sample's: x, y, z from -1 to 1 between the outer faces of the source.
     """
-    to_unit = 2.0 / np.asarray(source, dtype=np.float64)
-    steps = np.empty((len(matrices), sum(patch), 3), dtype=np.float32)
-    for row, matrix in enumerate(matrices):
-        parts = [
-            np.outer(np.arange(size) - (size - 1) / 2, matrix[:, axis] * to_unit) for axis, size in enumerate(patch)
-        ]
-        steps[row] = np.concatenate(parts)[:, ::-1]
-    return torch.from_numpy(steps)
+    turned = [(matrix, flip) for matrix, flip in zip(matrices, flips, strict=True) if matrix is not None]
+    steps = np.empty((len(turned), sum(patch), 3), dtype=np.float32)
+    if not turned:
+        return steps
+    # Mirroring the result is turning the signs of the matrix's columns.
+    signs = np.where([flip for _, flip in turned], -1.0, 1.0)
+    columns = np.stack([matrix for matrix, _ in turned]) * signs[:, None] * (2.0 / np.asarray(source))[:, None]
+    start = 0
+    for axis, size in enumerate(patch):
+        places = np.arange(size) - (size - 1) / 2
+        steps[:, start : start + size] = places[:, None] * columns[:, None, ::-1, axis]
+        start += size
+    return steps
 
 
 def _grid(steps: torch.Tensor, patch: Triple) -> torch.Tensor:

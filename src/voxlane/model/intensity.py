@@ -83,7 +83,12 @@ def _blur_axis(x: torch.Tensor, axis: int, weights: list[float]) -> None:
 def lower_resolution(x: torch.Tensor, scale: float, kept_axis: int | None) -> None:
     """Sample the channel at `scale` times its resolution (nearest voxel), and bring it back linearly; `kept_axis` keeps
     its resolution."""
-    small = tuple(size if axis == kept_axis else max(round(size * scale), 1) for axis, size in enumerate(x.shape))
     shape: Triple = (x.shape[0], x.shape[1], x.shape[2])
-    coarse = functional.interpolate(x[None, None], small, mode="nearest-exact")
+    coarse = functional.interpolate(x[None, None], coarse_shape(shape, scale, kept_axis), mode="nearest-exact")
     x.copy_(functional.interpolate(coarse, shape, mode="trilinear", align_corners=False)[0, 0])
+
+
+def coarse_shape(shape: Triple, scale: float, kept_axis: int | None) -> Triple:
+    """Voxels at `scale` times the resolution, but along `kept_axis`."""
+    z, y, x = (size if axis == kept_axis else max(round(size * scale), 1) for axis, size in enumerate(shape))
+    return z, y, x

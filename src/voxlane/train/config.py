@@ -149,7 +149,10 @@ class TrainConfig:
     precision: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Arithmetic of the network; auto: bfloat16 on GPUs, float32 elsewhere."""
     compile: bool | None = None
-    """torch.compile the network; null: on GPUs."""
+    """torch.compile the network and its loss, which takes about a minute at the start; null or false: on a GPU this
+    package's kernels instead, and where one GPU trains, the step recorded once and replayed (CUDA graphs)."""
+    fused: bool = True
+    """Use this package's GPU kernels where they run; false: PyTorch's own."""
     channels_last: bool = True
     """Channels innermost in memory: faster on GPUs, and with few features on CPUs too (1.6 times with 8)."""
     checkpoint_every_epochs: int = pydantic.Field(default=1, ge=1)

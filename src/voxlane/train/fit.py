@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import logging
+import math
 import os
 import platform
 import signal
@@ -17,6 +18,7 @@ import threading
 import uuid
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
@@ -29,6 +31,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from voxlane import __version__, settings
 from voxlane.checkpoint.lightning import AsyncBucketCheckpointIO, BucketModelParallelStrategy
+from voxlane.dataset.ahead import in_order
 from voxlane.dataset.cache import DiskCache
 from voxlane.errors import ConfigError, NoMemoryError, RunError, StoppedError
 from voxlane.model.networks import build as build_network
@@ -50,6 +53,9 @@ from voxlane.volume.stream import PatchStream
 
 LAST, BEST = "last", "best"
 Watch = Callable[[dict[str, Any]], bool | None]
+SEARCHED_VOXELS = 2_000_000
+"""Of a device's share of a batch, from which cuDNN tries all its convolutions and takes the fastest. On an H200 that
+takes 12 to 17 s; smaller steps are short of work from Python first."""
 _PRECISIONS = {"float32": "32-true", "bfloat16": "bf16-mixed", "float16": "16-mixed"}
 
 
@@ -149,6 +155,7 @@ _FREE_ON_RESUME = (
     "loader",
     "validation",
     "compile",
+    "fused",
     "checkpoint_every_epochs",
 )
 
@@ -287,28 +294,38 @@ def num_workers(config: TrainConfig, local_ranks: int) -> int:
     return min(8, (os.cpu_count() or 1) // (2 * local_ranks)) if _on_gpu(config) else 0
 
 
-class _Whole(torch.utils.data.Dataset[dict[str, Any]]):
+class _Whole(torch.utils.data.IterableDataset[dict[str, Any]]):
     """Whole volumes, for validation."""
 
-    def __init__(self, cases: Cases, rows: Sequence[int]) -> None:
+    def __init__(self, cases: Cases, rows: Sequence[int], *, ahead: int = 0) -> None:
+        """`ahead`: volumes that are read by threads before their turn."""
         self._cases = cases
         self._rows = rows
+        self._ahead = ahead
 
     def __len__(self) -> int:
         return len(self._rows)
 
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        image, label = self._cases.open(self._rows[index]).whole()
-        return {"image": image, "label": label, "row": self._rows[index]}
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        if not self._ahead:
+            yield from map(self._read, self._rows)
+            return
+        with ThreadPoolExecutor(self._ahead, thread_name_prefix="voxlane-volume") as pool:
+            yield from in_order(pool, self._read, self._rows, self._ahead)
+
+    def _read(self, row: int) -> dict[str, Any]:
+        image, label = self._cases.open(row).whole()
+        return {"image": image, "label": label, "row": row}
 
 
 class _Data(pl.LightningDataModule):
     """Built when the process group stands, so that each rank takes its own share."""
 
-    def __init__(self, loader: PatchLoader, held: Sequence[int]) -> None:
+    def __init__(self, loader: PatchLoader, held: Sequence[int], *, ahead: int) -> None:
         super().__init__()
         self._loader = loader
         self._held = held
+        self._ahead = ahead
 
     def train_dataloader(self) -> Any:
         """Patches."""
@@ -320,7 +337,7 @@ class _Data(pl.LightningDataModule):
         rank, world_size = stream.rank_and_world_size()
         # Lightning wants something of every rank; a case that two ranks predict is counted once.
         share = self._held[rank::world_size] or self._held[:1]
-        return torch.utils.data.DataLoader(_Whole(stream.cases, share), batch_size=None)
+        return torch.utils.data.DataLoader(_Whole(stream.cases, share, ahead=self._ahead), batch_size=None)
 
 
 def fit(
@@ -424,12 +441,15 @@ def _fit(
             where,
             last_epoch,
             parameters=parameters,
+            voxels=min(at_once, share) * math.prod(module.patch),
             validates=bool(held),
             progress=bar,
             watch=watch,
         )
         with _stopped(run, trainer):
-            trainer.fit(module, datamodule=_Data(loader, held), ckpt_path=start, weights_only=True if start else None)
+            # Beside a GPU cores are free to read volumes while it predicts others.
+            data = _Data(loader, held, ahead=2 if _on_gpu(config) else 0)
+            trainer.fit(module, datamodule=data, ckpt_path=start, weights_only=True if start else None)
         report = recorder.finish(trainer, module)
         trainer.strategy.checkpoint_io.teardown()
     epochs = recorder.history[-1]["epoch"] + 1 if recorder.history else 0
@@ -501,6 +521,7 @@ def _trainer(
     last_epoch: int,
     *,
     parameters: int,
+    voxels: int,
     validates: bool,
     progress: bool,
     watch: Watch | None,
@@ -541,7 +562,7 @@ def _trainer(
         )
     else:
         plugins.append(io)
-    return pl.Trainer(
+    trainer = pl.Trainer(
         accelerator="gpu" if on_gpu else "cpu",
         devices=where.local_size,
         num_nodes=where.nodes,
@@ -560,8 +581,12 @@ def _trainer(
         enable_checkpointing=True,
         sync_batchnorm=on_gpu and where.world_size > 1 and config.strategy == "ddp",
         use_distributed_sampler=False,
-        benchmark=on_gpu,
+        benchmark=on_gpu and voxels >= SEARCHED_VOXELS,
     )
+    # Before every step Lightning's ranks ask rank 0 whether it was told to stop, and the GPU is waited for until they
+    # know. `Stopping` agrees on that without.
+    trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = lambda: None  # type: ignore[method-assign]
+    return trainer
 
 
 @contextmanager

@@ -22,6 +22,7 @@ from voxlane.dataset import DataLoader
 from voxlane.store import Traffic
 from voxlane.store.counters import traffic as add_traffic
 from voxlane.train import pictures
+from voxlane.train.packed import Packed
 from voxlane.train.run import Run
 from voxlane.train.segmenter import Segmenter, mean_dice
 from voxlane.train.timing import LoaderTime, added, stall_report
@@ -29,13 +30,15 @@ from voxlane.volume.prepared import Prepared
 from voxlane.volume.stream import PatchStream
 
 _LOSS_STEPS = 10
+_BAR_S = 0.1
+"""Between two states of the progress bar."""
 
 
 class PatchLoader(DataLoader):
     """The training loader, which knows how long it was waited for."""
 
     def __init__(self, stream: PatchStream, batch_size: int, **arguments: Any) -> None:
-        super().__init__(stream, batch_size, **arguments)
+        super().__init__(stream, batch_size, collate_fn=Packed.of, **arguments)
         self.waited_s = 0.0
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
@@ -48,7 +51,7 @@ class PatchLoader(DataLoader):
                 self.waited_s += time.perf_counter() - began
             if batch is None:
                 return
-            yield batch
+            yield batch.opened()
 
 
 class Recorder(pl.Callback):
@@ -79,6 +82,8 @@ class Recorder(pl.Callback):
         self._epoch_waited = 0.0
         self._losses: list[torch.Tensor] = []
         self._loss_read, self._loss_read_at = math.nan, 0
+        self._loss_coming: Coming | None = None
+        self._module: Segmenter | None = None
         self._steps = 0
         self._patches, self._order = 0, 0
         self._before: dict[str, Any] = {}
@@ -88,6 +93,9 @@ class Recorder(pl.Callback):
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """The clock starts here, after set-up."""
+        assert isinstance(pl_module, Segmenter)
+        self._module = pl_module
+        pl_module.waited_s = lambda: self._loader.waited_s
         self._began = self._epoch_began = time.perf_counter()
         if trainer.is_global_zero:
             self._board = Board(self._run)
@@ -100,8 +108,8 @@ class Recorder(pl.Callback):
         """Another epoch, other patches."""
         self._loader.set_epoch(trainer.current_epoch)
         self._plan_validation(trainer)
-        self._epoch_began, self._epoch_waited = time.perf_counter(), self._loader.waited_s
-        self._losses, self._loss_read_at = [], 0
+        self._epoch_began, self._epoch_waited = time.perf_counter(), self._waited_s()
+        self._losses, self._loss_read_at, self._loss_coming = [], 0, None
         self._patches, self._order = 0, 0
         self._before = {}
         self._epoch_speed = None
@@ -129,15 +137,26 @@ class Recorder(pl.Callback):
         elapsed = max(1e-9, time.perf_counter() - self._epoch_began)
         _, world_size = self._stream.rank_and_world_size()
         patches = len(self._losses) * (self._loader.batch_size or 1) * world_size
-        return patches / elapsed, (self._loader.waited_s - self._epoch_waited) / elapsed
+        return patches / elapsed, (self._waited_s() - self._epoch_waited) / elapsed
+
+    def _waited_s(self) -> float:
+        """Seconds that training waited for the loader: beside a GPU those of the GPU, of steps that are done."""
+        prefetch = self._module.prefetch if self._module is not None else None
+        return self._loader.waited_s if prefetch is None else prefetch.waits().loader_s
 
     @property
     def loss(self) -> float:
-        """Mean over the last steps; read from the device once in so many, because that waits for it."""
-        on_cpu = bool(self._losses) and self._losses[-1].device.type == "cpu"
-        if len(self._losses) >= self._loss_read_at + (1 if on_cpu else _LOSS_STEPS):
+        """Mean over the last steps, or on a GPU over some a little earlier: it is never waited for."""
+        on_gpu = bool(self._losses) and self._losses[-1].is_cuda
+        if self._loss_coming is not None and self._loss_coming.here:
+            self._loss_read, self._loss_coming = self._loss_coming.value, None
+        if self._loss_coming is None and len(self._losses) >= self._loss_read_at + (_LOSS_STEPS if on_gpu else 1):
             self._loss_read_at = len(self._losses)
-            self._loss_read = float(torch.stack(self._losses[-_LOSS_STEPS:]).mean())
+            mean = torch.stack(self._losses[-_LOSS_STEPS:]).mean()
+            if on_gpu:
+                self._loss_coming = Coming(mean)
+            else:
+                self._loss_read = float(mean)
         return self._loss_read
 
     def on_validation_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -235,8 +254,12 @@ class Recorder(pl.Callback):
     def _write_stall(self, trainer: pl.Trainer, module: Segmenter) -> dict[str, Any]:
         bucket_s, decode_s = self._stream.times_s
         parts = {name: watch.total() for name, watch in module.watches.items()}
+        waited_s = self._loader.waited_s
+        if module.prefetch is not None:
+            waits = module.prefetch.waits(wait=True)
+            parts["augment"], waited_s = waits.augment_s, waits.loader_s
         mine = {
-            "loader": LoaderTime(self._loader.waited_s, bucket_s, decode_s),
+            "loader": LoaderTime(waited_s, bucket_s, decode_s),
             "parts": parts,
             "traffic": self._stream.traffic(),
         }
@@ -258,6 +281,25 @@ class Recorder(pl.Callback):
         if trainer.is_global_zero:
             self._run.write_json("stall.json", report)
         return report
+
+
+class Coming:
+    """A number on its way from a GPU."""
+
+    def __init__(self, number: torch.Tensor) -> None:
+        self._number = number.to("cpu", non_blocking=True)  # into pinned memory, or it would wait
+        self._copied: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self._copied.record()
+
+    @property
+    def here(self) -> bool:
+        """Whether it has arrived."""
+        return bool(self._copied.query())
+
+    @property
+    def value(self) -> float:
+        """The number, once it is here."""
+        return float(self._number)
 
 
 def line(entry: dict[str, Any], epochs: int | None) -> str:
@@ -343,11 +385,22 @@ class Bar(TQDMProgressBar):
     def __init__(self, recorder: Recorder) -> None:
         super().__init__(refresh_rate=1)
         self._recorder = recorder
+        self._drawn_at = 0.0
+
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Draw it some times a second, however short the steps."""
+        now = time.perf_counter()
+        if now >= self._drawn_at + _BAR_S or batch_idx + 1 == trainer.num_training_batches:
+            self._drawn_at = now
+            super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
 
     def get_metrics(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> dict[str, Any]:
         """What stands behind the bar."""
+        assert isinstance(pl_module, Segmenter)
         speed, wait = self._recorder.speed()
         shown: dict[str, Any] = {"loss": f"{self._recorder.loss:.3f}"}
-        if "dice" in trainer.callback_metrics:
-            shown["dice"] = f"{float(trainer.callback_metrics['dice']):.3f}"
+        if pl_module.dice is not None:  # Lightning's own copy of it would have to be read from the GPU
+            shown["dice"] = f"{pl_module.dice:.3f}"
         return {**shown, "patches/s": f"{speed:.1f}", "wait": f"{wait:.0%}"}

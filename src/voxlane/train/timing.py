@@ -36,14 +36,14 @@ class Stopwatch:
     def start(self) -> None:
         """From now on."""
         if self.device.type == "cuda":
-            self._pairs.append((_event(), None))
+            self._pairs.append((event(), None))
         else:
             self._began = time.perf_counter()
 
     def stop(self) -> None:
         """Until now."""
         if self.device.type == "cuda":
-            self._pairs[-1] = self._pairs[-1][0], _event()
+            self._pairs[-1] = self._pairs[-1][0], event()
         else:
             self.seconds += time.perf_counter() - self._began
 
@@ -56,10 +56,35 @@ class Stopwatch:
         return self.seconds
 
 
-def _event() -> Any:
-    event: Any = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-    event.record()
-    return event
+def event(*, blocking: bool = False) -> Any:
+    """A point in time of the current stream. `blocking`: who waits for it lets other threads have the core."""
+    point: Any = torch.cuda.Event(enable_timing=True, blocking=blocking)  # type: ignore[no-untyped-call]
+    point.record()
+    return point
+
+
+@dataclass(frozen=True)
+class Waits:
+    """What the steps of a GPU waited for, where patches are made ready beside them."""
+
+    augment_s: float = 0.0
+    """Copying and augmenting."""
+    loader_s: float = 0.0
+    """The loader."""
+
+    def __add__(self, other: Waits) -> Waits:
+        return Waits(self.augment_s + other.augment_s, self.loader_s + other.loader_s)
+
+
+def waited_for(late_s: float, work_s: float, loader_s: float) -> Waits:
+    """What a step waited for that could have begun `late_s` before its patches were ready.
+
+    work_s: copying and augmenting them took this long. loader_s: this long they were waited for before. The work comes
+    last, so that it is what the step waited for first; what neither explains is Python's.
+    """
+    late = max(0.0, late_s)
+    augment = min(late, work_s)
+    return Waits(augment, min(late - augment, loader_s))
 
 
 @dataclass(frozen=True)
@@ -67,7 +92,7 @@ class LoaderTime:
     """What the loader did, by one rank."""
 
     waited_s: float
-    """The training loop waited for a batch."""
+    """The training loop waited for a batch; beside a GPU, what its steps waited."""
     bucket_s: float
     """Threads waited for the bucket, together."""
     decode_s: float
@@ -76,7 +101,8 @@ class LoaderTime:
 
 def split_seconds(wall_s: float, loader: LoaderTime, parts: dict[str, float]) -> dict[str, float]:
     """The run's seconds: waiting for patches that are on their way (bucket) or being decoded (decode), augmenting, the
-    step (forward, loss, backward, optimizer), validating, and the rest.
+    step (forward, loss, backward, optimizer), validating, and the rest. Augmenting beside a step counts only as long as
+    the next step waited for it.
 
     Time waited for the loader is shared out by what its threads did meanwhile; what a GPU did at the same time counts
     as the GPU's."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
+from concurrent.futures import Future
 from typing import Any
 
 import numpy as np
@@ -13,6 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from voxlane.errors import ConfigError, RunError
+from voxlane.model import windows
 from voxlane.model.unet import UNet
 from voxlane.model.windows import Layout, budget, predict_slabs, predict_windows, to_mask, window_starts
 from voxlane.volume.description import Description
@@ -29,6 +32,7 @@ class Mixing(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         ramp = torch.linspace(0, 1, x.shape[-1]) + torch.linspace(0, 2, x.shape[-3])[:, None, None]
+        ramp = ramp.to(x.device)
         mixed: Tensor = self.conv(x) * (1 + ramp)
         return mixed
 
@@ -129,6 +133,66 @@ def test_regions_read_on_demand_give_the_same() -> None:
     found = predict_windows(Mixing(), read, (8, 12, 10), shape=(21, 17, 9))
     torch.testing.assert_close(found, predict_windows(Mixing(), image, (8, 12, 10)), rtol=0, atol=0)
     assert len(asked) == len(window_starts(21, 8, 0.5)) * len(window_starts(17, 12, 0.5))
+
+
+class Now:
+    """`windows.Side` without a GPU: what is begun is done at once."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.closed = False
+
+    def start(self, work: Callable[[], Tensor | None]) -> Future[Any]:
+        assert not self.closed
+        begun: Future[Any] = Future()
+        begun.set_result(work())
+        return begun
+
+    def finish(self, begun: Future[Any]) -> Any:
+        return begun.result()
+
+    def close(self) -> None:
+        self.closed = True
+
+
+@pytest.mark.parametrize("way", ["by slab", "ahead"])
+@pytest.mark.parametrize("size", [(21, 17, 30), (37, 12, 12), (5, 20, 7), (8, 12, 10)])
+@torch.no_grad()
+def test_every_way_in_gives_the_same(monkeypatch: pytest.MonkeyPatch, way: str, size: Triple) -> None:
+    image = torch.randn(1, *size)
+    wanted = predict_windows(Mixing(), image, (8, 12, 10), batch=2, fill=0.5)
+    sent = []
+
+    def of(image: Tensor, *how: Any) -> windows.Entering:
+        if way == "ahead":
+            return windows.EnteringAhead(windows.reader(image), *how)
+        entering = windows.EnteringBySlab(image, *how)
+        sent.extend(entering._new_slices(level) for level in range(len(entering.layout.starts[0])))
+        return entering
+
+    monkeypatch.setattr(windows, "Side", Now)
+    monkeypatch.setattr(windows.Entering, "of", staticmethod(of))
+    found = predict_windows(Mixing(), image, (8, 12, 10), batch=2, fill=0.5)
+    torch.testing.assert_close(found, wanted, rtol=0, atol=0)
+    if way == "by slab":
+        assert [z for start, stop in sent for z in range(start, stop)] == list(range(size[0])), "every slice once"
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="copies beside a GPU's work")
+@pytest.mark.parametrize("channels", [1, 2])
+@torch.no_grad()
+def test_on_a_gpu(channels: int) -> None:
+    torch.manual_seed(0)
+    network = nn.Conv3d(channels, 3, 3, padding=1)
+    image = torch.randn(channels, 75, 60, 41)
+    wanted = predict_windows(network, image, (16, 24, 16))
+    network.cuda().to(memory_format=torch.channels_last_3d)  # type: ignore[call-overload]
+    for source in (image, image.cuda(), windows.reader(image)):
+        for kept in ("cpu", "cuda"):
+            found = predict_windows(
+                network, source, (16, 24, 16), shape=(75, 60, 41), batch=3, result_device=kept, device="cuda"
+            )
+            assert found.device.type == kept
+            torch.testing.assert_close(found.cpu(), wanted, rtol=1e-3, atol=1e-3)
 
 
 @torch.no_grad()

@@ -83,6 +83,9 @@ class Predictor:
                         fix="Predict together with runs over one prepared dataset and of one config only",
                     )
         networks = [_network(run, trained, how).to(device) for run, trained in zip(runs, every, strict=True)]
+        if device.type == "cuda":
+            for network in networks:
+                network.to(memory_format=torch.channels_last_3d)  # type: ignore[call-overload]
         return cls(networks, first.plan, first.description, first.patch, device, how)
 
     def outputs(self, image: torch.Tensor, progress: Callable[[int, int], None] | None = None) -> torch.Tensor:

@@ -7,7 +7,7 @@ CONSTRAINTS := requirements/constraints.txt
 AZURITE := $(VENV)/azurite/node_modules/.bin/azurite-blob
 AZURITE_VERSION := 3.37.0
 
-.PHONY: help install demo demo-streaming demo-tune test test-cluster test-slurm check bench bench-quick bench-report bench-scaling kill-test kill-train clean
+.PHONY: help install demo demo-streaming demo-tune test test-cluster test-slurm check bench bench-quick bench-report bench-scaling bench-step kill-test kill-train clean
 
 help:  ## this text
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 16
@@ -81,6 +81,9 @@ bench-report: install  ## docs/performance.md, benchmarks/results/README.md and 
 bench-scaling: $(VENV)/.bench  ## training on 1 to 8 workers, trials 1 and 2 at once (about 20 minutes on an idle machine)
 	OMP_WAIT_POLICY=PASSIVE $(BIN)/voxlane bench scaling --workers 1,2,4,8 --trials 8 --concurrent 1,2 \
 	  --out benchmarks/results/scaling.json $(SCALING_ARGS)
+
+bench-step: install  ## a training step by ours, MLPerf's reference, nnU-Net and torch.compile, on this machine's GPU (about 4 minutes)
+	$(BIN)/voxlane bench step --out benchmarks/results/step.json $(STEP_ARGS)
 
 kill-test: $(VENV)/.bench  ## kill -9 saving processes 100 times and judge what they leave (about 7 minutes)
 	$(BIN)/python benchmarks/kill.py $(KILL_ARGS)

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from voxlane.bench import loading_command
+from voxlane.bench import loading_command, step_command
 from voxlane.bench.scale import command as scale_command
 from voxlane.bench.scaling_setting import LAUNCHERS, MODES
 from voxlane.bench.setting import ACCELERATORS, FORMATS, STRATEGIES
@@ -82,6 +82,7 @@ def add_parser(
     _add_scaling(kinds, add_store_options, store_config)
     loading_command.add(kinds, add_store_options, store_config)
     scale_command.add(kinds, add_store_options, store_config)
+    step_command.add(kinds, add_store_options, store_config)
 
 
 def _add_checkpoint(

@@ -41,8 +41,8 @@ LIMITS = """## What was never measured
   is throttled unless a section says so. What a real bucket adds (jitter, slow shards, 503s, cold starts, TLS) is in
   none of them.
 - **No cluster.** Nodes are processes of one machine. What is said of 32 to 10,000 nodes is simulated, and says so.
-- **No GPU, but for Hippocampus** on one H200. Nobody has trained on several GPUs with this; scaling is of sleeping
-  steps.
+- **No GPU but one H200**, for Hippocampus and for a training step. Nobody has trained on several GPUs with this;
+  scaling is of sleeping steps.
 - **No large real dataset.** Volumes are one real CT repeated with noise, synthetic ones, or Hippocampus, which is
   small.
 - **No cold start of a machine**: Python's and the libraries' files were in the page cache.

@@ -24,7 +24,11 @@ COMMANDS = {
     "patch_readers": "python benchmarks/patch_readers.py --ct SCAN --label LABEL",
     "staging": "python benchmarks/staging.py",
     "scaling": "voxlane bench scaling",
+    "step": "voxlane bench step --out benchmarks/results/step.json",
     "hippocampus/h200/summary": "voxlane prepare, train epochs=80, evaluate; python benchmarks/hippocampus.py",
+    "training_hippocampus": "python benchmarks/step_training.py hippocampus Task04_Hippocampus",
+    "training_curves": "python benchmarks/step_training.py curves Task04_Hippocampus",
+    "training_disk": "python benchmarks/step_training.py disk --ct SCAN --label LABEL",
     "kill": "make kill-test",
     "kill_training": "make kill-train",
 }
@@ -173,6 +177,17 @@ def _scaling(document: Document) -> Figures | None:
     return Figures(f"{spread(row['efficiency'], 3)} on {row['workers']} workers", "ideal: 1", "")
 
 
+def _step(ours: str, peer: str) -> Callable[[Document], Figures | None]:
+    def find(document: Document) -> Figures | None:
+        mine, theirs = (one(document, variant=name) for name in (ours, peer))
+        if mine is None or theirs is None:
+            return None
+        ratio = times(faster(mine["step_ms"], theirs["step_ms"]))
+        return Figures(f"{spread(mine['step_ms'], 1)} ms", f"{peer}: {spread(theirs['step_ms'], 1)}", ratio)
+
+    return find
+
+
 def _dice(document: Document) -> Figures:
     return Figures(f"{document['mean_dice']:.3f} on {document['cases']} cases", "nnU-Net: see [below](#accuracy)", "")
 
@@ -231,6 +246,9 @@ CLAIMS = (
     Claim("staging 1 GB on each of 3 nodes, links of 1 Gbit/s", "staging", _staged("1 Gbit/s a node")),
     Claim("the same, links without a limit", "staging", _staged("none")),
     Claim("efficiency of training on many workers, 1 s steps", "scaling", _scaling),
+    Claim("a training step of MLPerf's U-Net3D, against its reference", "step", _step("ours", "reference")),
+    Claim("the same, against torch.compile", "step", _step("ours", "compile")),
+    Claim("a training step of nnU-Net's network, against nnU-Net as it ships", "step", _step("nnunet-ours", "nnunet")),
     Claim("mean Dice on Hippocampus, one H200", "hippocampus/h200/summary", _dice),
     Claim("checkpoints after kills at random moments", "kill", _kills),
     Claim("training runs on Ray after kills", "kill_training", _kills),
@@ -272,7 +290,7 @@ class Defeat:
 def defeats(results: Results) -> list[Defeat]:
     """All of them, the worst first."""
     found = [*_loading(results), *_listing(results), *_checkpoints(results), *_readers(results), *_peers(results)]
-    found += _copies(results)
+    found += [*_copies(results), *_steps(results)]
     return sorted((d for d in found if d.ratio["median"] < 1), key=lambda d: d.ratio["median"])
 
 
@@ -387,3 +405,19 @@ def _copies(results: Results) -> Iterator[Defeat]:
             limit = "without a limit" if row["link"] == "none" else f"of {row['link']}"
             ratio = faster(mine["total_s"], row["total_s"])
             yield Defeat(f"staging on 3 nodes, links {limit}", row["contender"], ratio, "staging")
+
+
+def _steps(results: Results) -> Iterator[Defeat]:
+    document = results.get("step")
+    if document is None:
+        return
+    for row in rows_of(document):
+        mine = one(document, variant="ours" if row["kind"] == "mlperf" else "nnunet-ours")
+        if mine is None or mine is row:
+            continue
+        what = f"a training step of {'MLPerf' if row['kind'] == 'mlperf' else 'nnU-Net'}'s network"
+        yield Defeat(what, row["variant"], faster(mine["step_ms"], row["step_ms"]), "step")
+        for name, words in (("peak_bytes", "most memory"), ("held_bytes", "memory held")):
+            if mine[name] and row[name]:
+                ratio = row[name] / mine[name]
+                yield Defeat(f"{words}, {what}", row["variant"], dict.fromkeys(("median", "min", "max"), ratio), "step")

@@ -66,7 +66,8 @@ def provenance(name: str, command: str, document: Document) -> str:
 
 def machine(hardware: Mapping[str, Any]) -> str:
     """A machine in words."""
-    return f"{hardware['cpu']}, {hardware['cores']} cores, {hardware['memory_gib']} GiB"
+    gpus = f", {' and '.join(hardware['gpus'])}" if hardware.get("gpus") else ""
+    return f"{hardware['cpu']}, {hardware['cores']} cores, {hardware['memory_gib']} GiB{gpus}"
 
 
 def settings(document: Document) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import step_training_report
 from performance_claims import command_of, our_reader
 from performance_results import (
     Document,
@@ -306,7 +307,7 @@ def _faster_readers(document: Document) -> str:
     return f"Faster than ours: {sentence(told)}." if told else "None was faster than ours."
 
 
-# -- staging, scaling, accuracy, kills ---------------------------------------------------------------------------------
+# -- staging, scaling --------------------------------------------------------------------------------------------------
 
 
 def _staging(_: Results, document: Document) -> str:
@@ -350,6 +351,50 @@ def _scaling(_: Results, document: Document) -> str:
         + f"\n{setting['trials']} trials of {setting['trial_time_s']:g} s each:\n\n"
         + table(("at once", "makespan, s", "ideal, s", "efficiency"), trials)
     )
+
+
+# -- a training step ---------------------------------------------------------------------------------------------------
+
+
+def _step(_: Results, document: Document) -> str:
+    setting, floor = document["setting"], document["floor"]
+    patch = " x ".join(map(str, setting["patch"]))
+    text = (
+        f"One training step (forward, loss, backward, optimizer) of {setting['batch']} patches of {patch}, "
+        f"{setting['channels']} channel, {setting['outputs']} outputs, on one {setting['device']}: all variants in one "
+        f"process, in turns, {setting['rounds']} rounds of {setting['steps']} steps, patches on the device. The median "
+        "(least to most) is of the rounds' medians. The floor is the convolutions' arithmetic at the rate of a large "
+        f"matrix product in the same run, {floor['matrix_flops_per_s'] / 1e12:,.0f} TFLOP/s; a copy moved "
+        f"{floor['copy_bytes_per_s'] / 1e12:.2f} TB/s. What each variant is: [step.md](step.md).\n\n"
+    )
+    first: dict[str, dict[str, Any]] = {}
+    lines = []
+    for row in document["summary"]:
+        if "error" in row:
+            lines.append([row["variant"], f"failed: {row['error'][:120]}", *[""] * 7])
+            continue
+        base = first.setdefault(row["kind"], row)
+        ratio = "" if base is row else times(faster(row["step_ms"], base["step_ms"]))
+        memory = ["" if row[n] is None else f"{row[n] / 2**30:.1f}" for n in ("peak_bytes", "held_bytes")]
+        cells = [spread(row["step_ms"]), ratio, f"{row['patches_per_s']['median']:.1f}", f"{row['times_floor']:.2f}"]
+        lines.append([row["variant"], *cells, f"{row['first_s']:.1f}", *memory, _loss(row)])
+    header = ["variant", "ms a step", "faster than the first of its kind", "patches/s", "times the floor"]
+    text += table([*header, "start-up, s", "peak GiB", "held GiB", "loss: first, last"], lines)
+    told = [row for row in rows_of(document) if row["profile"]]
+    if told:
+        groups = told[0]["profile"]["groups_ms"]
+        parts = [[name, *(f"{row['profile']['groups_ms'][name]:.2f}" for row in told)] for name in groups]
+        text += "\nWhere the milliseconds go, by the kernels' names:\n\n"
+        text += table(["part", *(row["variant"] for row in told)], parts)
+    notes = [f"{row['variant']}: {note}" for row in document["summary"] for note in row["notes"]]
+    return text + (f"\n{'; '.join(notes)}.\n" if notes else "")
+
+
+def _loss(row: dict[str, Any]) -> str:
+    return f"{row['first_loss']:.3f}, {row['last_loss']:.3f}" if row["finite"] else "**not finite**"
+
+
+# -- accuracy ----------------------------------------------------------------------------------------------------------
 
 
 def accuracy(results: Results) -> str:
@@ -402,7 +447,11 @@ SECTIONS: tuple[Section, ...] = (
     _section("Patch readers", "patch_readers", _patch_readers),
     _section("Staging", "staging", _staging),
     _section("Scaling", "scaling", _scaling),
+    _section("A training step", "step", _step),
     accuracy,
+    _section("Accuracy by the clock", "training_hippocampus", step_training_report.hippocampus),
+    _section("The fast path against the plain one", "training_curves", step_training_report.curves),
+    _section("Training from disk", "training_disk", step_training_report.disk),
     kills,
 )
 """In the page's order; the simulator's goes after the first batch's."""

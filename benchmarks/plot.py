@@ -77,7 +77,8 @@ def main() -> None:
 
 def _elsewhere() -> dict[str, Callable[[dict[str, Any], Path], None]]:
     """Figures that are drawn by the code that makes the results."""
-    from voxlane.bench import loading_report, scaling_report
+    import step_training_report
+    from voxlane.bench import loading_report, scaling_report, step_report
 
     def peers(document: dict[str, Any], path: Path) -> None:
         from peers_report import draw_peers
@@ -92,9 +93,13 @@ def _elsewhere() -> dict[str, Callable[[dict[str, Any], Path], None]]:
     return {
         "peers": peers,
         "scaling": scaling_report.draw,
+        "step": step_report.draw,
         "segmentation_loading": loading_report.draw,
         "scale": scale,
         "simulator": scale,
+        "training_hippocampus": step_training_report.draw_hippocampus,
+        "training_curves": step_training_report.draw_curves,
+        "training_disk": step_training_report.draw_disk,
     }
 
 

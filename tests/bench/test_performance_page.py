@@ -82,6 +82,58 @@ def test_a_peer_that_is_faster_is_listed_and_a_quick_run_is_named(tmp_path: Path
     assert "quick run: do not quote" in text
 
 
+def step_row(variant: str, kind: str, ms: float) -> dict[str, Any]:
+    groups = {"convolution": ms / 2, "layout copies": 0.0, "between kernels": 1.0}
+    return {
+        "variant": variant,
+        "kind": kind,
+        "notes": ["a note"],
+        "step_ms": spread(ms, ms - 0.5, ms + 0.5),
+        "patches_per_s": spread(2000 / ms, 2000 / (ms + 0.5), 2000 / (ms - 0.5)),
+        "times_floor": ms / 7.2,
+        "first_s": 3.0,
+        "peak_bytes": 2**34 if variant == "compile" else 2**35,
+        "held_bytes": 2**35,
+        "first_loss": 1.0,
+        "last_loss": 0.5,
+        "finite": True,
+        "profile": {"groups_ms": groups, "launches": 100.0, "kernels": []},
+    }
+
+
+def test_a_training_step_stands_beside_the_first_of_its_kind(tmp_path: Path) -> None:
+    rows = [
+        step_row("reference", "mlperf", 57.6),
+        step_row("compile", "mlperf", 20.0),
+        step_row("ours", "mlperf", 24.0),
+    ]
+    broken = {"variant": "nnunet", "kind": "nnunet", "notes": [], "error": "it broke"}
+    setting = {"batch": 2, "patch": [128, 128, 128], "channels": 1, "outputs": 3, "rounds": 5, "steps": 10}
+    document = {
+        "date": "2026-11-16T00:00:00",
+        "commit": "abc",
+        "hardware": {"cpu": "a CPU", "cores": 16, "memory_gib": 128.0, "gpus": ["NVIDIA H200"]},
+        "python": "3.12.0",
+        "setting": {**setting, "device": "NVIDIA H200"},
+        "floor": {"matrix_flops_per_s": 7.9e14, "copy_bytes_per_s": 4.1e12, "kinds": {}},
+        "summary": [*rows, broken, step_row("nnunet-ours", "nnunet", 27.0)],
+    }
+    (tmp_path / "results").mkdir()
+    (tmp_path / "results" / "step.json").write_text(json.dumps(document))
+    text = made(tmp_path / "results", tmp_path / "page.md")
+    assert "a CPU, 16 cores, 128.0 GiB, NVIDIA H200" in text
+    section = text.split("## A training step")[1].split("\n## ")[0]
+    assert "| ours | 24.00 (23.50 to 24.50) | 2.40x (2.33 to 2.47) | 83.3 | 3.33 |" in section
+    assert "| nnunet | failed: it broke |" in section
+    assert "| layout copies | 0.00 | 0.00 | 0.00 | 0.00 |" in section
+    summary = text.split("## Summary")[1].split("## Where we are slower")[0]
+    assert "against its reference | 24.0 (23.5 to 24.5) ms | reference: 57.6 (57.1 to 58.1) | 2.40x" in summary
+    assert "nnU-Net as it ships | not measured yet |" in summary
+    slower = text.split("## Where we are slower")[1].split("\n## ")[0]
+    assert "| a training step of MLPerf's network | compile | 0.83x (0.80 to 0.87), **slower** |" in slower
+    assert "| most memory, a training step of MLPerf's network | compile | 0.50x, no spread, **slower** |" in slower
+
+
 def test_what_failed_is_neither_ours_nor_a_gain(tmp_path: Path) -> None:
     document = json.loads((RESULTS / "listing.json").read_text())
     for row in document["summary"]:

@@ -50,7 +50,7 @@ def _rise(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     wide = min(64, triton.next_power_of_2(outputs))
     deep = min(64, triton.next_power_of_2(channels))
     voxels = batch * depth * height * width
-    _ascend[(triton.cdiv(voxels, BLOCK), up_z * up_y * up_x, triton.cdiv(outputs, wide))](
+    _ascend[(triton.cdiv(voxels, BLOCK), up_z * up_y, triton.cdiv(outputs, wide))](
         x, packed, bias, y, voxels, depth, height, width, channels, outputs,
         UP_Z=up_z, UP_Y=up_y, UP_X=up_x, BLOCK=BLOCK, DEEP=max(16, deep), WIDE=max(16, wide), num_warps=4,
     )  # fmt: skip
@@ -175,27 +175,30 @@ def _ascend(  # type: ignore[no-untyped-def]
     UP_Z: tl.constexpr, UP_Y: tl.constexpr, UP_X: tl.constexpr,
     BLOCK: tl.constexpr, DEEP: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    place = tl.program_id(1)
+    """A voxel's results of one (z, y) in its window: neighbours along x, which are written one after the other."""
+    plane_and_line = tl.program_id(1)
     voxel = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = voxel < voxels
     output = tl.program_id(2) * WIDE + tl.arange(0, WIDE)
     real = output < outputs
-    made = tl.zeros((BLOCK, WIDE), tl.float32)
-    for start in range(0, channels, DEEP):
-        channel = start + tl.arange(0, DEEP)
-        known = channel < channels
-        a = tl.load(x + voxel[:, None] * channels + channel[None, :], mask=inside[:, None] & known[None, :], other=0.0)
-        at = weights + (place * channels + channel)[:, None] * outputs + output[None, :]
-        made = tl.dot(a, tl.load(at, mask=known[:, None] & real[None, :], other=0.0), made)
-    made += tl.load(bias + output, mask=real, other=0.0).to(tl.float32)[None, :]
     column, plane = voxel % width, voxel // width
     line, plane = plane % height, plane // height
-    plane = plane * UP_Z + place // (UP_Y * UP_X)  # of all samples, one after another
-    line = line * UP_Y + place // UP_X % UP_Y
-    column = column * UP_X + place % UP_X
-    target = (plane * (height * UP_Y) + line) * (width * UP_X) + column
-    to = y + target[:, None] * outputs + output[None, :]
-    tl.store(to, made.to(y.dtype.element_ty), mask=inside[:, None] & real[None, :])
+    plane = plane * UP_Z + plane_and_line // UP_Y  # of all samples, one after another
+    line = line * UP_Y + plane_and_line % UP_Y
+    target = (plane * (height * UP_Y) + line) * (width * UP_X) + column * UP_X
+    added = tl.load(bias + output, mask=real, other=0.0).to(tl.float32)[None, :]
+    for step in tl.static_range(UP_X):
+        place = plane_and_line * UP_X + step
+        made = tl.zeros((BLOCK, WIDE), tl.float32)
+        for start in range(0, channels, DEEP):
+            channel = start + tl.arange(0, DEEP)
+            known = channel < channels
+            from_x = x + voxel[:, None] * channels + channel[None, :]
+            a = tl.load(from_x, mask=inside[:, None] & known[None, :], other=0.0)
+            at = weights + (place * channels + channel)[:, None] * outputs + output[None, :]
+            made = tl.dot(a, tl.load(at, mask=known[:, None] & real[None, :], other=0.0), made)
+        to = y + (target + step)[:, None] * outputs + output[None, :]
+        tl.store(to, (made + added).to(y.dtype.element_ty), mask=inside[:, None] & real[None, :])
 
 
 @triton.jit(do_not_specialize=["rows", "each"])

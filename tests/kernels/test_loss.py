@@ -191,6 +191,7 @@ def test_what_does_not_fit_is_named(device: torch.device) -> None:
 
 
 @pytest.mark.usefixtures("fused_anywhere")
+@pytest.mark.filterwarnings("ignore")  # the compiler imports what torch itself calls deprecated
 def test_compiled_whole(device: torch.device) -> None:
     loss = DiceCE(False, target_values=CLASSES).to(device)
     compiled = torch.compile(loss, fullgraph=True, backend="inductor" if device.type == "cuda" else "aot_eager")

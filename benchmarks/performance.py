@@ -41,8 +41,9 @@ LIMITS = """## What was never measured
   is throttled unless a section says so. What a real bucket adds (jitter, slow shards, 503s, cold starts, TLS) is in
   none of them.
 - **No cluster.** Nodes are processes of one machine. What is said of 32 to 10,000 nodes is simulated, and says so.
-- **No GPU but one H200**, for Hippocampus and for a training step. Nobody has trained on several GPUs with this;
-  scaling is of sleeping steps.
+- **No GPU but one H200**, for training steps, windows and Hippocampus. Nobody has trained on several GPUs with this;
+  scaling is of sleeping steps. In the training step's table compiled kernels were in a cache, so that start-up there is
+  a second start's.
 - **No large real dataset.** Volumes are one real CT repeated with noise, synthetic ones, or Hippocampus, which is
   small.
 - **No cold start of a machine**: Python's and the libraries' files were in the page cache.
@@ -50,7 +51,7 @@ LIMITS = """## What was never measured
   what it was).
 
 Stated elsewhere in the documentation without a result file, so take them as remarks: 147 patches a second from 8
-processes on 16 cores, 20 to 8 ms a step by CUDA graphs on an H200, the times and memory of `prepare` and `predict`,
+processes on 16 cores, the times and memory of `prepare` and `predict`,
 the row of 50 epochs and nnU-Net's own in [training.md](training.md), steps of 0.2 s in
 [benchmarks/README.md](../benchmarks/README.md), and what [log.md](log.md) tells of trials that were given up.
 """

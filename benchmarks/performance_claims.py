@@ -29,6 +29,7 @@ COMMANDS = {
     "training_hippocampus": "python benchmarks/step_training.py hippocampus Task04_Hippocampus",
     "training_curves": "python benchmarks/step_training.py curves Task04_Hippocampus",
     "training_disk": "python benchmarks/step_training.py disk --ct SCAN --label LABEL",
+    "windows": "python benchmarks/windows.py",
     "kill": "make kill-test",
     "kill_training": "make kill-train",
 }
@@ -188,6 +189,22 @@ def _step(ours: str, peer: str) -> Callable[[Document], Figures | None]:
     return find
 
 
+def _from_disk(document: Document) -> Figures | None:
+    row = next((row for row in document["summary"] if "error" not in row), None)
+    if row is None:
+        return None
+    busy = "" if row["gpu"] is None else f", the GPU {row['gpu']['busy_share']:.0%} busy"
+    return Figures(f"{row['patches_per_s']:.0f} patches/s{busy}", "", "")
+
+
+def _windows(document: Document) -> Figures | None:
+    ours, plain = (one(document, network=name, mirrored=False) for name in ("ours", "plain"))
+    if ours is None or plain is None:
+        return None
+    ratio = plain["median_s"] / ours["median_s"]
+    return Figures(f"{ours['median_s']:.1f} s", f"PyTorch's operations: {plain['median_s']:.1f} s", f"{ratio:.1f}x")
+
+
 def _dice(document: Document) -> Figures:
     return Figures(f"{document['mean_dice']:.3f} on {document['cases']} cases", "nnU-Net: see [below](#accuracy)", "")
 
@@ -249,6 +266,8 @@ CLAIMS = (
     Claim("a training step of MLPerf's U-Net3D, against its reference", "step", _step("ours", "reference")),
     Claim("the same, against torch.compile", "step", _step("ours", "compile")),
     Claim("a training step of nnU-Net's network, against nnU-Net as it ships", "step", _step("nnunet-ours", "nnunet")),
+    Claim("training from volumes on disk, 2 patches of 128 cubed a step, one H200", "training_disk", _from_disk),
+    Claim("sliding windows over 400 x 512 x 512 voxels, one H200", "windows", _windows),
     Claim("mean Dice on Hippocampus, one H200", "hippocampus/h200/summary", _dice),
     Claim("checkpoints after kills at random moments", "kill", _kills),
     Claim("training runs on Ray after kills", "kill_training", _kills),

@@ -390,6 +390,26 @@ def _step(_: Results, document: Document) -> str:
     return text + (f"\n{'; '.join(notes)}.\n" if notes else "")
 
 
+def _windows(_: Results, document: Document) -> str:
+    setting = document["setting"]
+    rows = [
+        [
+            {"ours": "our kernels", "plain": "PyTorch's operations"}[row["network"]],
+            "8" if row["mirrored"] else "1",
+            ", ".join(f"{seconds:.2f}" for seconds in row["seconds"]),
+            f"{row['peak_bytes'] / 2**30:.1f}" if "peak_bytes" in row else "",
+        ]
+        for row in document["summary"]
+    ]
+    return (
+        f"A volume of {' x '.join(map(str, setting['shape']))} voxels (noise) in the machine's memory, MLPerf's "
+        f"U-Net3D in bfloat16 with weights as they begin, windows of {setting['patch']} cubed, "
+        f"{setting['batch']} at once, overlapping by half, from the call to the logits in the machine's memory. The "
+        f"logits of both networks are apart by {document['relative_difference']:.1e} of their length.\n\n"
+        + table(("network", "mirrorings", "seconds", "peak GiB"), rows)
+    )
+
+
 def _loss(row: dict[str, Any]) -> str:
     return f"{row['first_loss']:.3f}, {row['last_loss']:.3f}" if row["finite"] else "**not finite**"
 
@@ -448,6 +468,7 @@ SECTIONS: tuple[Section, ...] = (
     _section("Staging", "staging", _staging),
     _section("Scaling", "scaling", _scaling),
     _section("A training step", "step", _step),
+    _section("Sliding windows", "windows", _windows),
     accuracy,
     _section("Accuracy by the clock", "training_hippocampus", step_training_report.hippocampus),
     _section("The fast path against the plain one", "training_curves", step_training_report.curves),

@@ -29,6 +29,8 @@ def hippocampus(results: Results, document: Document) -> str:
     summary, scores, split = document["summary"], document["scores"], document["split"]
     rows = []
     for name, words in (("mirrored", "with mirroring"), ("plain", "without")):
+        if name not in scores:
+            continue
         found = scores[name]
         if "error" in found:
             rows.append([f"voxlane, {words}", "", f"failed: {found['error']}", "", ""])

@@ -12,14 +12,15 @@ from __future__ import annotations
 import argparse
 import datetime
 import json
+import platform
 import statistics
-import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from voxlane.bench import report
 from voxlane.model.mlperf import UNet3D
 from voxlane.model.windows import predict_windows
 
@@ -77,8 +78,9 @@ def main() -> None:
         "benchmark": "windows.py",
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
         "commit": arguments.commit,
-        "hardware": torch.cuda.get_device_name() if device.type == "cuda" else "CPU",
-        "versions": {"torch": torch.__version__, "python": sys.version.split()[0]},
+        "hardware": report.hardware(),
+        "python": platform.python_version(),
+        "versions": {"torch": torch.__version__},
         "setting": {"shape": shape, "patch": arguments.patch, "batch": arguments.batch, "overlap": 0.5},
         "summary": [{**row, "median_s": statistics.median(row["seconds"])} for row in rows.values()],
         "relative_difference": apart,

@@ -190,11 +190,11 @@ def test_a_gpu_that_the_kernels_do_not_know_is_told_of_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(support, "why_not", lambda index: "Triton is not installed (pip install triton)")
-    norm._ready.cache_clear()
+    norm._told.cache_clear()
     with caplog.at_level(logging.WARNING, "voxlane"):
         assert not norm._ready(0)
         assert not norm._ready(0)
-    norm._ready.cache_clear()
+    norm._told.cache_clear()
     (said,) = caplog.messages
     assert "cuda:0" in said
     assert "pip install triton" in said

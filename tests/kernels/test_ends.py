@@ -1,11 +1,21 @@
 """The head, the way up and the joining of channels against PyTorch's own."""
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, cast
+
 import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from voxlane.bench.step_variants import Topology
 from voxlane.kernels import head, rise
+from voxlane.model import layers, norm
+from voxlane.model.unet import UNet
+
+if TYPE_CHECKING:
+    from voxlane.volume.plan import Network
 
 _LAST = torch.channels_last_3d
 
@@ -82,3 +92,65 @@ def test_join(first: int, second: int, device: torch.device) -> None:
     y = rise.join(one, two)
     assert y.is_contiguous(memory_format=_LAST)
     check(y, torch.cat((one, two), 1), (one, two))
+
+
+def test_parts_that_do_not_fit_are_not_joined(device: torch.device) -> None:
+    """The kernel would read beyond the smaller one."""
+    one = last(2, 4, 4, 4, 4, device=device)
+    for other in (last(2, 4, 3, 4, 4, device=device), last(1, 4, 4, 4, 4, device=device), one.double()):
+        with pytest.raises(ValueError, match="do not fit"):
+            rise.join(one, other)
+
+
+@pytest.fixture
+def kernels_anywhere(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> torch.dtype:
+    """What the network computes in: on the CPU float32, in which the interpreted kernels are taken too, but for those
+    in CUDA C++."""
+    if device.type == "cuda":
+        return torch.bfloat16
+    for module in (layers, norm):
+        monkeypatch.setattr(module, "kernels_run", lambda x: True)
+    monkeypatch.setattr(layers, "_SHORT", (torch.float32,))
+    monkeypatch.setattr(layers, "_LEAST_SIDE", 1000)
+    return torch.float32
+
+
+def networks(device: torch.device) -> tuple[UNet, UNet]:
+    """By the kernels, and by PyTorch with the same weights."""
+    # Of a class that needs torch alone, as all else here does.
+    shape = Topology(features=(32, 32, 40), strides=((1, 1, 1), (1, 2, 2), (2, 2, 2)), kernels=((3, 3, 3),) * 3)
+    topology = cast("Network", shape)
+    fused, plain = (UNet(1, 3, topology, fused=fused).to(device) for fused in (True, False))
+    plain.load_state_dict(fused.state_dict())
+    return fused, plain
+
+
+def test_a_whole_network_is_pytorchs(kernels_anywhere: torch.dtype, device: torch.device) -> None:
+    """Every layer takes its kernels, and none leaves a parameter without its gradient."""
+    torch.manual_seed(0)
+    fused, plain = networks(device)
+    side = 32 if device.type == "cuda" else 8
+    x = torch.randn(2, 1, side, side, side, device=device)
+    close = 1e-3 if kernels_anywhere == torch.float32 else 5e-2
+    found = []
+    for network in (fused, plain):
+        with torch.autocast(device.type, kernels_anywhere, enabled=kernels_anywhere != torch.float32):
+            heads = network(x)
+        torch.stack([logits.float().square().mean() for logits in heads]).sum().backward()
+        found.append([*heads, *(p.grad for p in network.parameters() if p.grad is not None)])
+    assert len(found[0]) == len(heads) + len(list(fused.parameters()))
+    for own, theirs in zip(*found, strict=True):
+        assert (own.float() - theirs.float()).norm() <= close * theirs.float().norm() + 1e-3
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 8, 9, 8), (1, 2, 8, 8, 8), (1, 3, 8, 8, 8)])
+def test_what_does_not_fit_a_network_is_refused_as_before(
+    shape: tuple[int, ...], kernels_anywhere: torch.dtype, device: torch.device
+) -> None:
+    """Sides that the strides do not divide, and other channels than it was built for."""
+    fused, _ = networks(device)
+    with (
+        torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"),
+        pytest.raises(RuntimeError, match=r"Sizes of tensors must match|channels"),
+    ):
+        fused(torch.randn(shape, device=device))

@@ -35,6 +35,10 @@ def rise(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
 
 def join(first: Tensor, second: Tensor) -> Tensor:
     """cat((first, second), 1), channels-last."""
+    if first.shape[0] != second.shape[0] or first.shape[2:] != second.shape[2:] or first.dtype != second.dtype:
+        raise ValueError(
+            f"{tuple(first.shape)} of {first.dtype} and {tuple(second.shape)} of {second.dtype} do not fit"
+        )
     made: Tensor = _join(first, second)
     return made
 

@@ -48,7 +48,7 @@ class Rise(nn.ConvTranspose3d):
     def forward(self, x_BCDHW: Tensor, *arguments: Any) -> Tensor:  # noqa: N803
         """The volume, larger by the stride."""
         x = x_BCDHW
-        if self.fused and kernels_run(x) and working_dtype(x) in _SHORT:
+        if self.fused and not arguments and kernels_run(x) and _fit(self, x) and working_dtype(x) in _SHORT:
             from voxlane.kernels.rise import rise
 
             assert self.bias is not None
@@ -66,7 +66,7 @@ class Head(nn.Conv3d):
     def forward(self, x_BCDHW: Tensor) -> Tensor:  # noqa: N803
         """Logits; from the kernel with each output's voxels contiguous."""
         x = x_BCDHW
-        if self.fused and kernels_run(x) and working_dtype(x) in _SHORT:
+        if self.fused and kernels_run(x) and _fit(self, x) and working_dtype(x) in _SHORT:
             from voxlane.kernels import head
 
             assert self.bias is not None
@@ -82,6 +82,7 @@ def conv_norm_act(conv: nn.Module, norm: nn.Module, *parts: Tensor) -> Tensor:
         not isinstance(norm, InstanceNormAct)
         or not isinstance(conv, nn.Conv3d)
         or not norm.fast(parts[0])
+        or not _fit(conv, *parts)
         or conv._forward_hooks
         or conv._forward_pre_hooks  # those want to see the module called
     ):
@@ -104,13 +105,27 @@ def _convolve(conv: nn.Conv3d, *parts: Tensor) -> tuple[Tensor, Tensor | None]:
         ):
             return stem.stem(joined(*parts), conv.weight, dtype)
         if (
-            conv.in_channels == few.CHANNELS * len(parts) <= 2 * few.CHANNELS
+            len(parts) <= 2
+            and all(part.shape[1] == few.CHANNELS for part in parts)
             and conv.out_channels == few.CHANNELS
             and _compiled(few, device, dtype)
         ):
             first, *rest = (part.to(dtype) for part in parts)
             return few.conv(first, rest[0] if rest else None, conv.weight)
     return conv._conv_forward(joined(*parts), conv.weight, None), None
+
+
+def _fit(module: nn.Conv3d | nn.ConvTranspose3d, *parts: Tensor) -> bool:
+    """Whether kernels may read the parts: volumes of one size that together have the module's channels. They look at
+    no shape themselves; what does not fit is left to PyTorch to refuse, in its words."""
+    first = parts[0]
+    one_size = all(
+        part.dim() == 5
+        and part.device == first.device
+        and (part.shape[0], *part.shape[2:]) == (first.shape[0], *first.shape[2:])
+        for part in parts
+    )
+    return one_size and first.numel() > 0 and sum(part.shape[1] for part in parts) == module.in_channels
 
 
 def _is_near(conv: nn.Conv3d) -> bool:

@@ -123,3 +123,15 @@ def test_stem_keeps_nan_where_it_is() -> None:
     x[0, 0, 5, 6, 7] = torch.nan
     y, _ = stem.stem(x, torch.randn(32, 1, 3, 3, 3, device="cuda"), torch.bfloat16)
     assert y.isnan().sum().item() == 27 * 32
+
+
+def test_a_stem_of_16_bits() -> None:
+    """A network that was converted whole has weights of 16 bits."""
+    x = torch.randn(2, 1, 16, 20, 24, device="cuda").bfloat16()
+    weight = (torch.randn(32, 1, 3, 3, 3, device="cuda") / 5).bfloat16().requires_grad_()
+    y, _ = stem.stem(x, weight, torch.bfloat16)
+    expected, _ = stem.stem(x, weight.detach().float(), torch.bfloat16)
+    assert torch.equal(y, expected)
+    y.sum().backward()
+    assert weight.grad is not None
+    assert weight.grad.dtype == torch.bfloat16

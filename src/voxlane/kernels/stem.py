@@ -25,8 +25,8 @@ def stem(x: Tensor, weight: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]
     """conv3d(x, weight, padding=1) in `dtype`, of 16 bits, channels-last, and the output's partial statistics
     (B, T, 3, 32): count, mean and sum of squared distances from it.
 
-    x (B, C, D, H, W), float32 or of `dtype`, gets no gradient; weight (32, C, 3, 3, 3) float32. Both are rounded to
-    `dtype`, as autocast would.
+    x (B, C, D, H, W), float32 or of `dtype`, gets no gradient; weight (32, C, 3, 3, 3), float32 or of `dtype`. Both are
+    rounded to `dtype`, as autocast would.
     """
     made: tuple[Tensor, Tensor] = _forward(x, weight, dtype)
     return made
@@ -38,7 +38,7 @@ def _forward(x: Tensor, weight: Tensor, dtype: torch.dtype) -> tuple[Tensor, Ten
     y, partials = _results(x, dtype)
     kernel, _ = compiled(dtype, x.dtype == torch.float32, x.shape[1], x.device.index)
     with torch.cuda.device(x.device):
-        kernel(_grid(x), _THREADS, x, weight.contiguous(), y, partials, *_geometry(x))
+        kernel(_grid(x), _THREADS, x, weight.float().contiguous(), y, partials, *_geometry(x))
     return y, partials
 
 

@@ -83,6 +83,8 @@ def test_channels_of_a_wider_volume_are_read_in_place() -> None:
     sliced, _ = conv.conv(both[:, :32], both[:, 32:], weight)
     copied, _ = conv.conv(both[:, :32].contiguous(), both[:, 32:].clone(), weight)
     assert torch.equal(sliced, copied)
+    mixed, _ = conv.conv(both[:, :32], both[:, 32:].contiguous(memory_format=_LAST), weight)
+    assert torch.equal(mixed, copied)
 
 
 @hopper

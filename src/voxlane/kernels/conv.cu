@@ -12,7 +12,8 @@
 // Weights: for 32 x 32 channels and all 27 taps at once, sums stay in registers over all planes that a block sees;
 // the output's gradient comes from registers, transposed, the input from shared memory.
 //
-// Compiled at run time, with T (a 16-bit type's PTX name), CIN, WGY, WGX, STAGES, MIN_BLOCKS and PACK defined.
+// Compiled at run time, with T (a 16-bit type's PTX name), CIN, WGY, WGX, STAGES and MIN_BLOCKS defined, and what
+// is wanted: FORWARD, with STATISTICS or without, or WEIGHTS.
 
 typedef unsigned int u32;
 typedef unsigned short u16;
@@ -83,7 +84,7 @@ __device__ __forceinline__ void mma_m64n32k16(float (&d)[16], const u32 (&a)[4],
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
 }
 
-// How a plane of 8 * CHUNKS channels is laid out and brought in. PIECE_STRIDE keeps a warp's writes on different banks.
+// How a plane of 8 * CHUNKS channels is laid out and brought in. stride16 keeps a warp's writes on different banks.
 template <int ROWS_Y, int ROWS_X, int CHUNKS> struct Plane {
   static constexpr int rows = ROWS_Y * ROWS_X;
   static constexpr int wanted = CHUNKS == 4 ? 2 : 1;  // chunk stride in 16 bytes, modulo 8

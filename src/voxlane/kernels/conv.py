@@ -57,6 +57,8 @@ def _conv(first: Tensor, second: Tensor | None, weight: Tensor) -> tuple[Tensor,
     with torch.cuda.device(first.device):
         first = _last(first)
         second = None if second is None else _last(second)
+        if second is not None and second.stride(4) != first.stride(4):  # the kernel knows of one
+            first, second = (part.contiguous(memory_format=_LAST_3D) for part in (first, second))
         out, partials = forward(first, second, pack(weight, first.dtype), statistics=True)
     assert partials is not None
     return out, partials

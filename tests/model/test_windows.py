@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import time
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -175,6 +176,28 @@ def test_every_way_in_gives_the_same(monkeypatch: pytest.MonkeyPatch, way: str, 
     torch.testing.assert_close(found, wanted, rtol=0, atol=0)
     if way == "by slab":
         assert [z for start, stop in sent for z in range(start, stop)] == list(range(size[0])), "every slice once"
+
+
+class Late:
+    """`windows.Side` without a GPU, whose thread has not come to its work when it is closed."""
+
+    def __init__(self) -> None:
+        self._thread = ThreadPoolExecutor(1)
+        self._thread.submit(time.sleep, 0.1)
+
+    def start(self, work: Callable[[], None]) -> Future[Any]:
+        return self._thread.submit(work)
+
+    def close(self) -> None:
+        self._thread.shutdown(cancel_futures=True)
+
+
+def test_the_last_slab_arrives_however_late_its_thread() -> None:
+    side: Any = Late()
+    arrived: list[str] = []
+    with windows.Leaving() as leaving:
+        leaving._side, leaving._begun = side, side.start(lambda: arrived.append("the last slab"))
+    assert arrived == ["the last slab"]
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="copies beside a GPU's work")

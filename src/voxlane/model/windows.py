@@ -398,10 +398,12 @@ class Leaving:
             self._begun.result()
 
     def __exit__(self, kind: object, *_: object) -> None:
-        if self._side is not None:
-            self._side.close()
-        if kind is None:
-            self._wait()
+        try:
+            if kind is None:  # before closing, which forgets work that its thread has not come to yet
+                self._wait()
+        finally:
+            if self._side is not None:
+                self._side.close()
 
 
 def in_order_of(network: nn.Module, windows: Tensor) -> Tensor:

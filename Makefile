@@ -7,7 +7,7 @@ CONSTRAINTS := requirements/constraints.txt
 AZURITE := $(VENV)/azurite/node_modules/.bin/azurite-blob
 AZURITE_VERSION := 3.37.0
 
-.PHONY: help install demo demo-streaming demo-tune test test-cluster test-slurm check bench bench-quick bench-report bench-scaling bench-step kill-test kill-train clean
+.PHONY: help install demo demo-streaming demo-tune test test-cluster test-slurm test-gpu check bench bench-quick bench-report bench-scaling bench-step kill-test kill-train clean
 
 help:  ## this text
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 16
@@ -54,6 +54,11 @@ test-slurm: install  ## jobs on a real SLURM of four nodes, started here; needs 
 	@command -v slurmctld munged ip >/dev/null || { echo "installing slurm-wlm, munge and iproute2"; \
 	  apt-get update -qq && apt-get install -y -qq --no-install-recommends slurm-wlm munge iproute2 procps >/dev/null; }
 	VOXLANE_SLURM=1 $(BIN)/python -m pytest tests/slurm $(PYTEST_ARGS)
+
+# Without a GPU the same tests run in `make test`, kernels by Triton's interpreter; those that need one are skipped there.
+test-gpu: install  ## kernels, recorded steps, windows and augmentation on this machine's GPU
+	@$(BIN)/python -c 'import sys, torch; sys.exit(None if torch.cuda.is_available() else "make test-gpu needs a GPU that torch can use; see nvidia-smi")'
+	$(BIN)/python -m pytest tests/kernels tests/model tests/train/test_step.py tests/train/test_timing.py tests/bench/test_step.py $(PYTEST_ARGS)
 
 check: install  ## ruff, mypy and the import rules
 	$(BIN)/ruff check src tests benchmarks demo

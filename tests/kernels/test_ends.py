@@ -11,6 +11,8 @@ from torch.nn import functional
 
 from voxlane.bench.step_variants import Topology
 from voxlane.kernels import head, rise
+from voxlane.kernels.loss import dice_ce_sums
+from voxlane.kernels.norm import norm_act
 from voxlane.model import layers, norm
 from voxlane.model.unet import UNet
 
@@ -154,3 +156,20 @@ def test_what_does_not_fit_a_network_is_refused_as_before(
         pytest.raises(RuntimeError, match=r"Sizes of tensors must match|channels"),
     ):
         fused(torch.randn(shape, device=device))
+
+
+def test_operations_launch_where_their_tensors_are(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
+    """And not on the current GPU, which Triton would take."""
+    asked: list[Tensor] = []
+    device_of = torch.cuda.device_of
+    monkeypatch.setattr(torch.cuda, "device_of", lambda x: asked.append(x) or device_of(x))
+    x = last(1, 16, 4, 4, 4, device=device)
+    weight, bias = made(2, 16, 1, 1, 1, device=device), made(2, device=device)
+    label = torch.zeros(1, 4, 4, 4, dtype=torch.uint8, device=device)
+    table = torch.zeros(256, dtype=torch.int64, device=device)
+    normed = norm_act(x, None, None, 1e-5, 0.0)
+    logits = head.head(normed, weight, bias)
+    dice_ce_sums(logits, label, table)[3].sum().backward()
+    rise.join(x, rise.rise(x, made(16, 16, 1, 1, 1, device=device), made(16, device=device))).sum().backward()
+    assert len(asked) == 10, "five operations and a gradient of each"
+    assert all(found.device == x.device for found in asked)

@@ -11,6 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from voxlane.kernels.support import launched_there
+
 PROGRAMS = 1056
 """That share a batch backward: eight for each of an H200's multiprocessors."""
 BLOCK = 128
@@ -31,6 +33,7 @@ def head(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
 
 
 @torch.library.custom_op("voxlane::head", mutates_args=())
+@launched_there
 def _forward(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     x = x.contiguous(memory_format=_LAST_3D)
     batch, channels, voxels = x.shape[0], x.shape[1], x[0, 0].numel()
@@ -44,6 +47,7 @@ def _forward(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
 
 
 @torch.library.custom_op("voxlane::head_backward", mutates_args=())
+@launched_there
 def _backward(x: Tensor, weight: Tensor, dy: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     x, dy = x.contiguous(memory_format=_LAST_3D), dy.contiguous()
     batch, channels, voxels = x.shape[0], x.shape[1], x[0, 0].numel()

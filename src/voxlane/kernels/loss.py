@@ -12,6 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from voxlane.kernels.support import launched_there
+
 PROGRAMS = 2112
 """To cut a batch into: sixteen for each of an H200's 132 multiprocessors."""
 TILE = 1024
@@ -50,6 +52,7 @@ def dice_ce_sums(logits: Tensor, label: Tensor, table: Tensor) -> tuple[Tensor, 
 
 
 @torch.library.custom_op("voxlane::dice_ce_sums", mutates_args=())
+@launched_there
 def _forward(logits: Tensor, label: Tensor, table: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     batch, outputs = logits.shape[:2]
     targets = outputs if table.dim() == 2 else outputs - 1
@@ -70,6 +73,7 @@ def _forward(logits: Tensor, label: Tensor, table: Tensor) -> tuple[Tensor, Tens
 
 
 @torch.library.custom_op("voxlane::dice_ce_sums_backward", mutates_args=())
+@launched_there
 def _backward(
     logits: Tensor, label: Tensor, table: Tensor, both: Tensor | None, chances: Tensor | None, entropy: Tensor | None
 ) -> Tensor:

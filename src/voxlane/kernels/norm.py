@@ -18,6 +18,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from voxlane.kernels.support import launched_there
+
 PROGRAMS = 2112
 """To cut a batch into: sixteen for each of an H200's 132 multiprocessors."""
 TILE = 4096
@@ -62,6 +64,7 @@ def norm_act(
 
 
 @torch.library.custom_op("voxlane::norm_act", mutates_args=())
+@launched_there
 def _forward(
     x: Tensor,
     weight: Tensor | None,
@@ -100,6 +103,7 @@ def _forward(
 
 
 @torch.library.custom_op("voxlane::norm_act_backward", mutates_args=())
+@launched_there
 def _backward(
     dy: Tensor, x: Tensor, weight: Tensor | None, bias: Tensor | None, stats: Tensor, slope: float
 ) -> tuple[Tensor, Tensor]:

@@ -15,6 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from voxlane.kernels.support import launched_there
+
 BLOCK = 128
 """Voxels at a time."""
 PROGRAMS = 1056
@@ -44,6 +46,7 @@ def join(first: Tensor, second: Tensor) -> Tensor:
 
 
 @torch.library.custom_op("voxlane::rise", mutates_args=())
+@launched_there
 def _rise(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     x = x.contiguous(memory_format=_LAST_3D)
     batch, channels, depth, height, width = x.shape
@@ -98,6 +101,7 @@ _rise.register_autograd(_differentiate_rise, setup_context=_keep_rise)
 
 
 @torch.library.custom_op("voxlane::channel_sums", mutates_args=())
+@launched_there
 def _sums(x: Tensor) -> Tensor:
     """Of each channel, in float32."""
     x = x.contiguous(memory_format=_LAST_3D)
@@ -118,6 +122,7 @@ def _(x: Tensor) -> Tensor:
 
 
 @torch.library.custom_op("voxlane::join", mutates_args=())
+@launched_there
 def _join(first: Tensor, second: Tensor) -> Tensor:
     first, second = first.contiguous(memory_format=_LAST_3D), second.contiguous(memory_format=_LAST_3D)
     channels = first.shape[1] + second.shape[1]
@@ -127,6 +132,7 @@ def _join(first: Tensor, second: Tensor) -> Tensor:
 
 
 @torch.library.custom_op("voxlane::part", mutates_args=())
+@launched_there
 def _part(both: Tensor, channels: int) -> tuple[Tensor, Tensor]:
     both = both.contiguous(memory_format=_LAST_3D)
     batch, rest = both.shape[0], both.shape[1] - channels

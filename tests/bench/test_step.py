@@ -255,11 +255,11 @@ def test_our_kernels_are_told_by_their_modules(monkeypatch: pytest.MonkeyPatch) 
         return types.SimpleNamespace(fn=types.SimpleNamespace(fn=function))
 
     norm = types.SimpleNamespace(one=wrapped("_apply"), two=wrapped("_both"), plain=len)
-    stem = types.SimpleNamespace(one=wrapped("_taps"), two=wrapped("_both"))
-    for name in ("norm", "stem", "loss", "head", "rise"):
+    head = types.SimpleNamespace(one=wrapped("_taps"), two=wrapped("_both"))
+    for name in ("norm", "loss", "head", "rise"):
         monkeypatch.delitem(sys.modules, f"voxlane.kernels.{name}", raising=False)
     monkeypatch.setitem(sys.modules, "voxlane.kernels.norm", norm)
-    monkeypatch.setitem(sys.modules, "voxlane.kernels.stem", stem)
+    monkeypatch.setitem(sys.modules, "voxlane.kernels.head", head)
     found = own_groups()
     assert {name: found[name] for name in ("_apply", "_taps", "_both", "_shuffle")} == {
         "_apply": "norm+activation",

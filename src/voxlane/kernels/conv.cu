@@ -15,13 +15,6 @@
 // Compiled at run time, with T (a 16-bit type's PTX name), CIN, WGY, WGX, STAGES and MIN_BLOCKS defined, and what
 // is wanted: FORWARD, with STATISTICS or without, or WEIGHTS.
 
-typedef unsigned int u32;
-typedef unsigned short u16;
-typedef unsigned long long u64;
-
-#define STR2(x) #x
-#define STR(x) STR2(x)
-
 constexpr int WARPGROUPS = WGY * WGX;
 constexpr int THREADS = 128 * WARPGROUPS;
 constexpr int TY = 8 * WGY, TX = 8 * WGX;
@@ -45,18 +38,6 @@ template <int N> __device__ __forceinline__ void mma_wait() { asm volatile("wgmm
 // rows (K-major), or along K and along columns (the other way round).
 __device__ __forceinline__ u64 descriptor(u32 leading, u32 stride) {
   return ((u64)(leading >> 4) << 16) | ((u64)(stride >> 4) << 32);
-}
-
-__device__ __forceinline__ u32 pack2(float low, float high) {
-  u32 both;
-  asm("cvt.rn." STR(T) "x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
-  return both;
-}
-__device__ __forceinline__ float unpack(u32 both, int which) {
-  u16 one = (u16)(which ? both >> 16 : both & 0xffff);
-  float value;
-  asm("cvt.f32." STR(T) " %0, %1;" : "=f"(value) : "h"(one));
-  return value;
 }
 
 #define F4(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
@@ -128,21 +109,6 @@ constexpr int CHUNKS = CIN / 8;
 constexpr int WEIGHT_BYTES = 9 * CHUNKS * 96 * 16;
 typedef Plane<PY, PX, CHUNKS> Input;
 static_assert(THREADS % CHUNKS == 0, "a thread copies one chunk of channels");
-
-struct Moments {
-  float count, mean[8], squares[8];  // of distances from the mean
-
-  __device__ __forceinline__ void join(float other_count, const float* other_mean, const float* other_squares) {
-    float both = count + other_count, share = both > 0 ? other_count / both : 0;
-#pragma unroll
-    for (int c = 0; c < 8; ++c) {
-      float apart = other_mean[c] - mean[c];
-      mean[c] += other_count > 0 ? apart * share : 0;
-      squares[c] += other_squares[c] + (other_count > 0 && count > 0 ? apart * apart * count * share : 0);
-    }
-    count = both;
-  }
-};
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     conv_forward(const u16* first, const u16* second, const u16* weights, u16* out, float* partials, int depth, int height,

@@ -56,7 +56,8 @@ class Kernel:
 @functools.cache
 def _compile(file: str, architecture: str, defines: tuple[str, ...]) -> bytes:
     nvrtc = _nvrtc()
-    source = importlib.resources.files("voxlane.kernels").joinpath(file).read_text()
+    folder = importlib.resources.files("voxlane.kernels")
+    source = "".join(folder.joinpath(name).read_text() for name in ("common.cu", file))
     program, size = ctypes.c_void_p(), ctypes.c_size_t()
     nvrtc.nvrtcCreateProgram(ctypes.byref(program), source.encode(), file.encode(), 0, None, None)
     try:

@@ -6,28 +6,11 @@
 //
 // Compiled at run time, with T (a 16-bit type's PTX name), SOURCE (the input's type: float or u16), CHANNELS and BZ defined.
 
-typedef unsigned int u32;
-typedef unsigned short u16;
-
-#define STR2(x) #x
-#define STR(x) STR2(x)
-
 constexpr int BY = 8, BX = 32, WARPS = 8, THREADS = 32 * WARPS, OUTPUTS = 32;
 constexpr int PZ = BZ + 2, PY = BY + 2, PX = BX + 2;
 constexpr int TAPS = 27 * CHANNELS, STEPS = (TAPS + 15) / 16;
 constexpr int TILES = BZ * BY * BX / 16;
 
-__device__ __forceinline__ u32 pack2(float low, float high) {
-  u32 both;
-  asm("cvt.rn." STR(T) "x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
-  return both;
-}
-__device__ __forceinline__ float unpack(u32 both, int which) {
-  u16 one = (u16)(which ? both >> 16 : both & 0xffff);
-  float value;
-  asm("cvt.f32." STR(T) " %0, %1;" : "=f"(value) : "h"(one));
-  return value;
-}
 __device__ __forceinline__ u16 rounded(float value) { return (u16)(pack2(value, 0.f) & 0xffff); }
 __device__ __forceinline__ u16 rounded(u16 value) { return value; }
 
@@ -60,21 +43,6 @@ __device__ __forceinline__ int tap_offset(int tap) {
   int c = tap / 27, dz = tap / 9 % 3, dy = tap / 3 % 3, dx = tap % 3;
   return ((c * PZ + dz) * PY + dy) * PX + dx;
 }
-
-struct Moments {
-  float count, mean[8], squares[8];  // of distances from the mean
-
-  __device__ __forceinline__ void join(float other_count, const float* other_mean, const float* other_squares) {
-    float both = count + other_count, share = both > 0 ? other_count / both : 0;
-#pragma unroll
-    for (int c = 0; c < 8; ++c) {
-      float apart = other_mean[c] - mean[c];
-      mean[c] += other_count > 0 ? apart * share : 0;
-      squares[c] += other_squares[c] + (other_count > 0 && count > 0 ? apart * apart * count * share : 0);
-    }
-    count = both;
-  }
-};
 
 // weights: [output][tap] of float32
 extern "C" __global__ void __launch_bounds__(THREADS)

@@ -151,6 +151,8 @@ def test_a_plot_can_be_drawn_later(tmp_path: Path, capsys: pytest.CaptureFixture
         (("--batch", "0"), "--batch 0"),
         (("--rounds", "0"), "--rounds 0"),
         (("--device", "tpu"), "--device tpu"),
+        (("--device", "cpu:7"), "Give cpu, cuda or cuda:N"),
+        (("--device", "cuda:x"), "Give cpu, cuda or cuda:N"),
         (("--device", "cuda"), "--device cuda: torch finds no GPU here"),
         (("--out", "/nowhere/x.json"), "cannot write the result file here"),
     ],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Literal
@@ -76,7 +77,7 @@ class StepSetting:
                 raise ConfigError(f"--{name} {getattr(self, name)}", fix=f"Give {least} or more")
         if self.outputs > 256:
             raise ConfigError(f"--outputs {self.outputs}", fix="Labels are bytes: give 256 or fewer")
-        if self.device.partition(":")[0] not in ("", "cpu", "cuda"):
+        if not re.fullmatch(r"|cpu|cuda(:\d+)?", self.device):
             raise ConfigError(f"--device {self.device}", fix="Give cpu, cuda or cuda:N")
         if self.patch is not None:
             check_patch(self.patch)

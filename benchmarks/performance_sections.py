@@ -411,7 +411,11 @@ def _windows(_: Results, document: Document) -> str:
 
 
 def _loss(row: dict[str, Any]) -> str:
-    return f"{row['first_loss']:.3f}, {row['last_loss']:.3f}" if row["finite"] else "**not finite**"
+    return (
+        f"{row['first_loss']:.3f}, {row['last_loss']:.3f}"
+        if row["finite"] and row["first_loss"] is not None
+        else "**not finite**"
+    )
 
 
 # -- accuracy ----------------------------------------------------------------------------------------------------------

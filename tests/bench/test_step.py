@@ -339,7 +339,9 @@ def test_the_command_is_told_without_paths(started: tuple[str, ...], told: list[
 
 def test_a_loss_that_is_not_finite_is_told() -> None:
     setting = StepSetting(variants=("ours",), device="cpu", patch=(64, 32, 32))
-    found = step.Measured("ours", first_losses=[1.0], last_loss=float("nan"), rounds_ms=[[1.0]], first_s=1.0)
+    found = step.Measured(
+        "ours", first_losses=[1.0, float("inf")], last_loss=float("nan"), rounds_ms=[[1.0]], first_s=1.0
+    )
     outcome = step.Outcome(
         "cpu", (64, 32, 32), [found], {}, [["ours"]], {"mlperf": step_profile.Work(1.0, 1.0)}, 1.0, 1.0
     )

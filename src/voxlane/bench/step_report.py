@@ -54,7 +54,7 @@ def document(setting: StepSetting, outcome: Outcome, *, commit: str | None = Non
         "orders": outcome.orders,
         "summary": [_row(each, setting, outcome) for each in outcome.variants],
         "samples": [
-            {"variant": each.name, "rounds_ms": each.rounds_ms, "first_losses": each.first_losses}
+            {"variant": each.name, "rounds_ms": each.rounds_ms, "first_losses": [*map(_plain, each.first_losses)]}
             for each in outcome.variants
         ],
     }
@@ -114,8 +114,8 @@ def _row(found: Measured, setting: StepSetting, outcome: Outcome) -> dict[str, A
         "first_s": found.first_s,
         "peak_bytes": found.peak_bytes,
         "held_bytes": found.held_bytes,
-        "first_loss": found.first_losses[0],
-        "warm_loss": found.first_losses[-1],
+        "first_loss": _plain(found.first_losses[0]),
+        "warm_loss": _plain(found.first_losses[-1]),
         "last_loss": _plain(found.last_loss),
         "finite": math.isfinite(found.last_loss),
         "profile": None,
@@ -174,12 +174,12 @@ def steps_table(result: dict[str, Any]) -> str:
             continue
         ms = row["step_ms"]
         first = _first_of(result, row["kind"])
-        last = "-" if row["last_loss"] is None else f"{row['last_loss']:.4f}"
         cells = [row["variant"], f"{ms['median']:.2f}", f"{ms['min']:.2f} to {ms['max']:.2f}"]
         cells += ["" if first is row else f"{first['step_ms']['median'] / ms['median']:.2f}x"]
         cells += [f"{row['patches_per_s']['median']:.1f}", f"{row['times_floor']:.2f}", f"{row['first_s']:.1f}"]
         cells += ["-" if row[name] is None else f"{row[name] / _GIB:.2f}" for name in ("peak_bytes", "held_bytes")]
-        rows.append([*cells, f"{row['first_loss']:.4f}", last])
+        cells += ["-" if row[name] is None else f"{row[name]:.4f}" for name in ("first_loss", "last_loss")]
+        rows.append(cells)
     return aligned(rows)
 
 

@@ -175,7 +175,7 @@ def steps_table(result: dict[str, Any]) -> str:
         ms = row["step_ms"]
         first = _first_of(result, row["kind"])
         cells = [row["variant"], f"{ms['median']:.2f}", f"{ms['min']:.2f} to {ms['max']:.2f}"]
-        cells += ["" if first is row else f"{first['step_ms']['median'] / ms['median']:.2f}x"]
+        cells += ["-" if first is None else "" if first is row else f"{first['step_ms']['median'] / ms['median']:.2f}x"]
         cells += [f"{row['patches_per_s']['median']:.1f}", f"{row['times_floor']:.2f}", f"{row['first_s']:.1f}"]
         cells += ["-" if row[name] is None else f"{row[name] / _GIB:.2f}" for name in ("peak_bytes", "held_bytes")]
         cells += ["-" if row[name] is None else f"{row[name]:.4f}" for name in ("first_loss", "last_loss")]
@@ -183,10 +183,10 @@ def steps_table(result: dict[str, Any]) -> str:
     return aligned(rows)
 
 
-def _first_of(result: dict[str, Any], kind: str) -> dict[str, Any]:
-    """What the others of a kind are compared with."""
-    rows: list[dict[str, Any]] = [row for row in result["summary"] if row["kind"] == kind and "error" not in row]
-    return rows[0]
+def _first_of(result: dict[str, Any], kind: str) -> dict[str, Any] | None:
+    """What the others of a kind are compared with; None: it failed."""
+    first: dict[str, Any] = next(row for row in result["summary"] if row["kind"] == kind)
+    return None if "error" in first else first
 
 
 def profile_table(result: dict[str, Any]) -> str:

@@ -123,7 +123,8 @@ def compiled(dtype: torch.dtype, from_float: bool, channels: int, device: int) -
 def why_not(device_index: int, dtype: torch.dtype, channels: int) -> str | None:
     """What keeps this convolution from a GPU, in a clause; None: nothing. Compiles it."""
     try:
-        compiled(dtype, True, channels, device_index)
+        for from_float in (True, False):
+            compiled(dtype, from_float, channels, device_index)
     except (CompileError, OSError, RuntimeError) as error:
         return str(error).strip()
     return None

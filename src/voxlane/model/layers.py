@@ -80,7 +80,7 @@ def conv_norm_act(conv: nn.Module, norm: nn.Module, *parts: Tensor) -> Tensor:
     away anyhow; the bias then has the gradient that it has, zero, for distributed training waits for one."""
     if (
         not isinstance(norm, InstanceNormAct)
-        or not isinstance(conv, nn.Conv3d)
+        or type(conv) is not nn.Conv3d  # another class may compute something else
         or not norm.fast(parts[0])
         or not _fit(conv, *parts)
         or conv._forward_hooks

@@ -52,7 +52,7 @@ class Stopwatch:
         if self._pairs:
             torch.cuda.synchronize(self.device)
             self.seconds += sum(a.elapsed_time(b) / 1000 for a, b in self._pairs if b is not None)
-            self._pairs.clear()
+            self._pairs = [pair for pair in self._pairs if pair[1] is None]  # one that is not stopped yet
         return self.seconds
 
 

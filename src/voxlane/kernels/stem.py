@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from voxlane.kernels.cuda import CompileError, Kernel
+from voxlane.kernels.cuda import CompileError, Job, Kernel, compile_ahead
 
 MAX_CHANNELS = 4
 OUTPUTS = 32
@@ -110,19 +110,24 @@ def compiled(dtype: torch.dtype, from_float: bool, channels: int, device: int) -
     """Forward and the weights' gradient."""
     z, y, x = _BRICK
     brick = -(-channels * (z + 2) * (y + 2) * (x + 2) // 8) * 8 * 2
-    kind = "float" if from_float else "u16"
-    defines = (f"T={_TYPES[dtype]}", f"SOURCE={kind}", f"CHANNELS={channels}", f"BZ={z}")
-    major, minor = torch.cuda.get_device_capability(device)
-    job = "stem.cu", f"sm_{major}{minor}", defines
+    job = _job(dtype, from_float, channels, device)
     with torch.cuda.device(device):
         staged = brick + _THREADS // 32 * 16 * OUTPUTS * 2
         return Kernel(job, "stem_forward", brick), Kernel(job, "stem_weights", staged)
+
+
+def _job(dtype: torch.dtype, from_float: bool, channels: int, device: int) -> Job:
+    kind = "float" if from_float else "u16"
+    major, minor = torch.cuda.get_device_capability(device)
+    defines = (f"T={_TYPES[dtype]}", f"SOURCE={kind}", f"CHANNELS={channels}", f"BZ={_BRICK[0]}")
+    return "stem.cu", f"sm_{major}{minor}", defines
 
 
 @functools.cache
 def why_not(device_index: int, dtype: torch.dtype, channels: int) -> str | None:
     """What keeps this convolution from a GPU, in a clause; None: nothing. Compiles it."""
     try:
+        compile_ahead([_job(dtype, from_float, channels, device_index) for from_float in (True, False)])
         for from_float in (True, False):
             compiled(dtype, from_float, channels, device_index)
     except (CompileError, OSError, RuntimeError) as error:

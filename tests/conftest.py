@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 
 import boto3
 import pytest
+import torch
 from botocore.config import Config
 from xdist.scheduler import LoadScopeScheduling
 
@@ -17,6 +19,10 @@ from tests.servers import azurite, has_azurite, seaweedfs
 from voxlane import RetryConfig, Store, StoreConfig
 from voxlane.testing import Access, Emulator
 from voxlane.uri import parse
+
+if not torch.cuda.is_available():
+    # Triton's interpreter then runs the kernels, on the CPU. Triton asks when it is first imported, by whomever.
+    os.environ["TRITON_INTERPRET"] = "1"
 
 # Short pauses, so that tests of failures do not wait for real clouds' sake.
 RETRY = RetryConfig(deadline_s=20.0, initial_delay_s=0.01, max_delay_s=0.2)
@@ -28,6 +34,8 @@ AZURITE_KEY = "Eby8vdM02xNOcqFlqUwJPLlmEtlCDXJ1OUzFT50uSRZ6IFsuFq2UVErCz4I6tq/K1
 _HERE = Path(__file__).parent
 _TOGETHER = {"launch": "ray", "tune": "ray", "bench": "ray", "kube": "kube"}
 """Folders whose tests run one after another, in one process: their clusters would crowd each other out."""
+_APART = ("tests/bench/test_step.py", "tests/bench/test_performance_page.py", "tests/bench/scale/")
+"""In them, but without a cluster."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -44,6 +52,8 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadScopeSch
 
 class _Together(LoadScopeScheduling):
     def _split_scope(self, nodeid: str) -> str:
+        if nodeid.startswith(_APART):
+            return nodeid
         return _TOGETHER.get(nodeid.split("/")[1] if "/" in nodeid else "", nodeid)
 
 

@@ -55,6 +55,7 @@ def meanwhile(act: Callable[[], None]) -> Iterator[None]:
         raise failed[0]
 
 
+@pytest.mark.cluster
 def test_three_nodes_train_what_one_process_trains(
     ray_nodes: Any, ray_data: Data, straight: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -117,6 +117,7 @@ def test_a_run_goes_on_with_fewer_ranks_and_the_same_batch(data: str, alone: Pat
     assert difference(alone, run) < 1e-5
 
 
+@pytest.mark.cluster
 def test_fsdp_is_the_same_run(data: str, alone: Path, tmp_path: Path) -> None:
     """Also handed over: begun with sharded weights and ended without, and the other way round."""
     sharded, whole = {"devices": 2, "strategy": "fsdp"}, {"devices": 1, "strategy": "ddp"}

@@ -56,6 +56,7 @@ def states(search: Search) -> list[str]:
     return [trial.state for trial in search.trials]
 
 
+@pytest.mark.cluster
 def test_asha_stops_what_falls_behind_and_the_best_can_be_trained(
     on_ray: None, data: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

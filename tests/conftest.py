@@ -57,6 +57,15 @@ class _Together(LoadScopeScheduling):
         return _TOGETHER.get(nodeid.split("/")[1] if "/" in nodeid else "", nodeid)
 
 
+@pytest.fixture(autouse=True)
+def _same_threads() -> Iterator[None]:
+    """What runs in a test's own process may set their number, by which another test's sums would be rounded."""
+    before = torch.get_num_threads()
+    yield
+    if torch.get_num_threads() != before:
+        torch.set_num_threads(before)
+
+
 @dataclass(frozen=True)
 class Bucket:
     """An empty bucket on a running server."""

@@ -142,7 +142,7 @@ def test_a_save_that_ends_between_checksums_and_file_leaves_the_old_file_sound(b
 def test_two_that_save_one_name_leave_one_of_both_whole(bucket: Bucket) -> None:
     ckpt = Checkpoint(bucket.uri, bucket.config)
     for turn in range(6):
-        states = [{"n": turn, "w": torch.zeros(10 + 500 * i)} for i in range(3)]
+        states = [{"n": turn, "w": torch.zeros(10 + 500 * i)} for i in range(2)]
         threads = [threading.Thread(target=ckpt.save, args=(state, "last.ckpt")) for state in states]
         for thread in threads:
             thread.start()

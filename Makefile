@@ -47,7 +47,7 @@ test: install  ## all tests, against real servers that the tests start
 	@# Threads of several processes that wait by spinning take the few cores from each other.
 	OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadscope $(PYTEST_ARGS)
 
-test-cluster: install  ## runs and searches on Ray whose nodes and drivers are killed, apps on Kubernetes (about 15 minutes)
+test-cluster: install  ## runs and searches on Ray whose nodes and drivers are killed, apps on Kubernetes (about 20 minutes)
 	OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m pytest -m cluster --timeout 400 $(PYTEST_ARGS)
 
 test-slurm: install  ## jobs on a real SLURM of four nodes, started here; needs root, installs Debian's slurm-wlm and munge (about 10 minutes)

@@ -182,6 +182,7 @@ def test_a_signal_ends_it_with_one_line(
     assert attempts(run)[0]["ended"] is not None
 
 
+@pytest.mark.cluster
 def test_what_a_rank_raises_is_raised_once(ray_nodes: Any, ray_data: Data, tmp_path: Path) -> None:
     data, said = ray_data
     broken = tmp_path / "data"

@@ -103,6 +103,7 @@ def test_parts_of_a_batch_add_up(data: str, alone: Path, tmp_path: Path, at_once
     assert [e["step"] for e in history(tmp_path / "run")] == [3, 6, 9]
 
 
+@pytest.mark.cluster
 def test_parts_on_two_ranks(data: str, alone: Path, tmp_path: Path) -> None:
     train(data, str(tmp_path / "run"), said(data, devices=2, device_batch=1), progress=False)
     assert difference(alone, tmp_path / "run") < 1e-5
@@ -229,6 +230,7 @@ def config_file(folder: Path, data: str) -> str:
 TORCHRUN = ("-m", "torch.distributed.run", "--nnodes=1", "--nproc-per-node=2", "--standalone", "-m", "--")
 
 
+@pytest.mark.cluster
 def test_torchrun(data: str, alone: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     words = ("train", data, "--run", str(run), "--config", config_file(tmp_path, data), "--auto-resume")
@@ -286,6 +288,7 @@ def test_a_batch_for_each_worker() -> None:
         with_batch(build({"batch_per_worker": 3, "batch": 4}), PLAN, 4)
 
 
+@pytest.mark.cluster
 def test_a_batch_for_each_worker_stays_when_they_become_fewer(data: str, tmp_path: Path) -> None:
     values = said(data, batch=None, batch_per_worker=2, devices=2, max_minutes=1e-6)
     train(data, str(tmp_path / "run"), values, progress=False)

@@ -88,6 +88,7 @@ def test_asha_stops_what_falls_behind_and_the_best_can_be_trained(
         tune(space(QUICK), data, str(out))
 
 
+@pytest.mark.cluster
 def test_workers_are_used_again_and_asha_counts_by_epoch(on_ray: None, data: str, tmp_path: Path) -> None:
     values = space({**QUICK, "trials": 12, "max_concurrent": 1})
     search = tune(values, data, str(tmp_path / "out"), progress=False, work=works.Scored(tmp_path))
@@ -150,6 +151,7 @@ def test_trials_of_two_workers(on_ray: None, data: str, tmp_path: Path) -> None:
         assert [(e["epoch"] + 1, e["mean_dice"]) for e in entries] == trial.curve
 
 
+@pytest.mark.cluster
 def test_trouble_of_one_trial_is_recorded_and_the_others_go_on(on_ray: None, data: str, tmp_path: Path) -> None:
     said = {"search": "random", "scheduler": "none", "trials": 5}
     search = tune(space(said), data, str(tmp_path / "out"), progress=False, work=works.Troubled(tmp_path))
@@ -161,6 +163,7 @@ def test_trouble_of_one_trial_is_recorded_and_the_others_go_on(on_ray: None, dat
     assert search.trials[2].epochs == 4
 
 
+@pytest.mark.cluster
 def test_a_network_too_big_for_the_machine_is_infeasible(on_ray: None, data: str, tmp_path: Path) -> None:
     values = space({"max_concurrent": 1}, epochs=1, optimizer={}, base_features={"grid": [2, 3_000_000]})
     search = tune(values, data, str(tmp_path / "out"), progress=False)

@@ -33,5 +33,19 @@ struct Moments {
     }
     count = both;
   }
+
+  // Of the eight lanes of a warp that have the same channels.
+  __device__ __forceinline__ void join_lanes() {
+#pragma unroll
+    for (int apart = 4; apart < 32; apart *= 2) {
+      float other_mean[8], other_squares[8], other_count = __shfl_xor_sync(0xffffffff, count, apart);
+#pragma unroll
+      for (int c = 0; c < 8; ++c) {
+        other_mean[c] = __shfl_xor_sync(0xffffffff, mean[c], apart);
+        other_squares[c] = __shfl_xor_sync(0xffffffff, squares[c], apart);
+      }
+      join(other_count, other_mean, other_squares);
+    }
+  }
 };
 

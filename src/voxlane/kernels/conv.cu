@@ -215,16 +215,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     own.mean[c] = pivot[c] + apart;
     own.squares[c] = squares[c] - apart * sum[c];
   }
-#pragma unroll
-  for (int apart = 4; apart < 32; apart *= 2) {
-    float mean[8], rest[8], count = __shfl_xor_sync(0xffffffff, own.count, apart);
-#pragma unroll
-    for (int c = 0; c < 8; ++c) {
-      mean[c] = __shfl_xor_sync(0xffffffff, own.mean[c], apart);
-      rest[c] = __shfl_xor_sync(0xffffffff, own.squares[c], apart);
-    }
-    own.join(count, mean, rest);
-  }
+  own.join_lanes();
   float* board = reinterpret_cast<float*>(shared_bytes);  // [warp][quad][17]
   __syncthreads();
   if (lane < 4) {

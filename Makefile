@@ -1,4 +1,4 @@
-# Every target does all its own set-up in a private environment, .venv.
+# Every target sets itself up in a private environment, .venv.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -9,10 +9,10 @@ AZURITE_VERSION := 3.37.0
 
 .PHONY: help install demo demo-streaming demo-tune test test-cluster test-slurm test-gpu check bench bench-quick bench-report bench-scaling bench-step kill-test kill-train clean
 
-help:  ## this text
+help:  ## print this text
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 16
 
-install: $(VENV)/.installed  ## make .venv with the package and all it is tested with
+install: $(VENV)/.installed  ## create .venv with the package and everything its tests need
 
 $(VENV)/.created: $(CONSTRAINTS)
 	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' \
@@ -25,77 +25,78 @@ $(VENV)/.created: $(CONSTRAINTS)
 $(VENV)/.installed: $(VENV)/.created pyproject.toml
 	$(PIP) install --quiet -c $(CONSTRAINTS) --editable '.[dev]'
 	@if [ -x $(AZURITE) ]; then :; elif command -v npm >/dev/null; then \
-	  echo "installing Azurite, the server of the az:// tests"; \
+	  echo "installing Azurite, the server for the az:// tests"; \
 	  npm install --silent --no-audit --no-fund --prefix $(VENV)/azurite azurite@$(AZURITE_VERSION) \
 	    || echo "Azurite could not be installed: the az:// tests will be skipped"; \
-	else echo "npm is not here: the az:// tests will be skipped"; fi
+	else echo "npm is not installed: the az:// tests will be skipped"; fi
 	@touch $@
 
-demo: install  ## a bucket of scans becomes a model, its scores and pictures, without a cloud account (about 4 minutes)
+demo: install  ## train on a local bucket of synthetic scans and write scores and pictures; no cloud account needed (about 4 minutes)
 	OMP_WAIT_POLICY=PASSIVE $(BIN)/python demo/demo.py --out demo-out
 
-demo-streaming: install  ## whole objects listed, streamed, resumed and drawn (about a minute)
+demo-streaming: install  ## list, stream, resume and draw whole objects (about a minute)
 	$(BIN)/python demo/streaming.py --out demo-out/streaming
 
-demo-tune: install  ## eight trainings side by side, the bad ones stopped early, and a page about them (about 5 minutes)
+demo-tune: install  ## run a search of eight trials, stop the bad ones early, write its page (about 5 minutes)
 	OMP_WAIT_POLICY=PASSIVE $(BIN)/python demo/tuning.py --out demo-out/search
 
-# Much of a test's time is waiting, for servers to start and processes to end.
+# Tests spend much of their time waiting for servers to start and processes to end.
 TEST_PROCESSES ?= 3
 
-test: install  ## all tests, against real servers that the tests start
-	@# Threads of several processes that wait by spinning take the few cores from each other.
+test: install  ## run all tests but the cluster tests, against real servers that the tests start (about 11 minutes)
+	@# Threads that spin while they wait would take the few cores from the other processes.
 	OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadscope $(PYTEST_ARGS)
 
-test-cluster: install  ## runs and searches on Ray whose nodes and drivers are killed, apps on Kubernetes (about 20 minutes)
-	OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m pytest -m cluster --timeout 400 $(PYTEST_ARGS)
+test-cluster: install  ## run the Ray and Kubernetes tests that kill nodes, pods and drivers (about 12 minutes)
+	OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m pytest -m cluster $(PYTEST_ARGS)
 
-test-slurm: install  ## jobs on a real SLURM of four nodes, started here; needs root, installs Debian's slurm-wlm and munge (about 10 minutes)
-	@[ "$$(id -u)" -eq 0 ] || { echo "make test-slurm needs root: its nodes are namespaces of this machine"; exit 1; }
+test-slurm: install  ## run jobs on a real SLURM cluster of four nodes on this machine; needs root, installs Debian's slurm-wlm and munge (about 10 minutes)
+	@[ "$$(id -u)" -eq 0 ] || { echo "make test-slurm needs root, because its nodes are namespaces of this machine"; exit 1; }
 	@command -v slurmctld munged ip >/dev/null || { echo "installing slurm-wlm, munge and iproute2"; \
 	  apt-get update -qq && apt-get install -y -qq --no-install-recommends slurm-wlm munge iproute2 procps >/dev/null; }
-	VOXLANE_SLURM=1 $(BIN)/python -m pytest tests/slurm $(PYTEST_ARGS)
+	VOXLANE_SLURM=1 $(BIN)/python -m pytest tests/cluster/slurm $(PYTEST_ARGS)
 
-# Without a GPU the same tests run in `make test`, kernels by Triton's interpreter; those that need one are skipped there.
-test-gpu: install  ## kernels, recorded steps, windows and augmentation on this machine's GPU
+# Without a GPU, `make test` runs the same kernels in Triton's interpreter and skips tests that need a GPU.
+test-gpu: install  ## run kernels, recorded steps, sliding windows and augmentation on this machine's GPU
 	@$(BIN)/python -c 'import sys, torch; sys.exit(None if torch.cuda.is_available() else "make test-gpu needs a GPU that torch can use; see nvidia-smi")'
-	$(BIN)/python -m pytest tests/kernels tests/model tests/train/test_step.py tests/train/test_timing.py tests/bench/test_step.py $(PYTEST_ARGS)
+	$(BIN)/python -m pytest tests/model tests/train/test_step.py tests/train/test_timing.py tests/bench/test_step.py $(PYTEST_ARGS)
 
-check: install  ## ruff, mypy and the import rules
-	$(BIN)/ruff check src tests benchmarks demo
-	$(BIN)/ruff format --check src tests benchmarks demo
+check: install  ## run ruff, mypy, the import rules and the limits on names, complexity and size
+	$(BIN)/ruff check src tests benchmarks demo tools
+	$(BIN)/ruff format --check src tests benchmarks demo tools
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/python tools/code_figures.py --check
 
 $(VENV)/.bench: $(VENV)/.installed
 	$(PIP) install --quiet -c $(CONSTRAINTS) --editable '.[dev,bench]'
-	@# nnU-Net's networks bring torchvision, whose build on PyPI does not fit a CPU torch and then fails whatever looks for
-	@# it, Lightning for one. Its loader, which is what is measured, needs neither of the two.
+	@# nnU-Net's networks install torchvision. PyPI's build of it does not match a CPU torch and breaks packages that import
+	@# it, such as Lightning. The benchmarks use only nnU-Net's loader, which needs neither of the two.
 	$(PIP) uninstall --quiet --yes torchvision timm
 	@touch $@
 
-bench: $(VENV)/.bench  ## all benchmarks against their peers (more than an hour); results in benchmarks/results
+bench: $(VENV)/.bench  ## run all benchmarks against peers (more than an hour); results in benchmarks/results
 	$(BIN)/python benchmarks/run.py
 
-bench-quick: $(VENV)/.bench  ## the same with small numbers, to see that it runs (about 10 minutes)
+bench-quick: $(VENV)/.bench  ## run the benchmarks with small numbers, to check that they work (about 10 minutes)
 	$(BIN)/python benchmarks/run.py --quick
 
-bench-report: install  ## docs/performance.md, benchmarks/results/README.md and the figures, from the result files alone
+bench-report: install  ## write docs/performance.md, benchmarks/results/README.md and the plots from the result files
 	$(BIN)/python benchmarks/plot.py
 	$(BIN)/python benchmarks/performance.py
 
-bench-scaling: $(VENV)/.bench  ## training on 1 to 8 workers, trials 1 and 2 at once (about 20 minutes on an idle machine)
+bench-scaling: $(VENV)/.bench  ## measure training on 1 to 8 workers and 1 or 2 trials at once (about 20 minutes on an idle machine)
 	OMP_WAIT_POLICY=PASSIVE $(BIN)/voxlane bench scaling --workers 1,2,4,8 --trials 8 --concurrent 1,2 \
 	  --out benchmarks/results/scaling.json $(SCALING_ARGS)
 
-bench-step: install  ## a training step by ours, MLPerf's reference, nnU-Net and torch.compile, on this machine's GPU (about 4 minutes)
+bench-step: install  ## compare a training step with MLPerf's reference, nnU-Net and torch.compile on this machine's GPU (about 4 minutes)
 	$(BIN)/voxlane bench step --out benchmarks/results/step.json $(STEP_ARGS)
 
-kill-test: $(VENV)/.bench  ## kill -9 saving processes 100 times and judge what they leave (about 7 minutes)
-	$(BIN)/python benchmarks/kill.py $(KILL_ARGS)
+kill-test: $(VENV)/.bench  ## kill saving processes 100 times and check what they leave behind (about 7 minutes)
+	$(BIN)/python benchmarks/kill_saves.py $(KILL_ARGS)
 
-kill-train: $(VENV)/.bench  ## kill workers, nodes and drivers of runs on Ray 20 times and judge the runs (about 10 minutes)
+kill-train: $(VENV)/.bench  ## kill workers, nodes and drivers of Ray runs 20 times and check the runs (about 10 minutes)
 	OMP_WAIT_POLICY=PASSIVE $(BIN)/python benchmarks/kill_training.py $(KILL_ARGS)
 
-clean:  ## remove the environment and what the demo wrote
+clean:  ## remove the environment and the output of the demo
 	rm -rf $(VENV) demo-out

@@ -1,7 +1,7 @@
-"""One save or load of a checkpoint by each contender, as its documentation shows it: what a measured process runs.
+"""Save or load a checkpoint with each contender, as its documentation shows: the work of a measured process.
 
-Third parties are imported, and clients made, before the measured time; connections open within it. What was loaded is
-compared with what was saved, outside it.
+Libraries are imported and clients created before the measured time; connections open within it. The loaded values are
+compared with the saved ones after it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from measure import Sample, Stopwatch
+from isolated_runs import Sample, Stopwatch
 from servers import ACCESS_KEY, REGION, SECRET_KEY
 
 LARGE_BYTES = 16 << 20
@@ -29,32 +29,35 @@ Load = Callable[[], State]
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
-    """What is to be done."""
+    """One save or load to measure."""
 
     contender: str
     operation: str
-    """save or load."""
+    """Operation: save or load."""
     service: str
-    """s3 or gcs."""
+    """Service: s3 or gcs."""
     endpoint: str
     bucket: str
     key: str
     size_bytes: int
     tensors: str
-    """large or small; see `make_state`."""
+    """Size of the tensors: large or small; see `make_state`."""
     tuning: dict[str, Any]
-    """For the ceiling: `part_bytes`, `concurrency`."""
+    """Settings of the ceiling: `part_bytes` and `concurrency`."""
 
     @property
     def uri(self) -> str:
-        """The object."""
+        """Return the URI of the checkpoint."""
         return f"{'s3' if self.service == 's3' else 'gs'}://{self.bucket}/{self.key}"
 
 
 def make_state(tensors: str, size_bytes: int, device: torch.device) -> State:
-    """A state of about `size_bytes`: of large tensors, 16 MiB each, as models of that size have; or of small ones, some
-    hundred KB each, as Lightning's demo transformer has. On the meta device it has shapes only."""
-    from voxlane.bench import demo_model
+    """Return a state of about `size_bytes`.
+
+    Large tensors have 16 MiB each, as in models of that size. Small ones have some hundred KB each, as in Lightning's
+    demo transformer. On the meta device the state has shapes only.
+    """
+    from voxlane.bench.checkpoint import demo_model
 
     if tensors == "small":
         of_one, of_two = (
@@ -70,9 +73,9 @@ def make_state(tensors: str, size_bytes: int, device: torch.device) -> State:
 
 
 def run_one(**arguments: Any) -> Sample:
-    """Save or load once and report time, memory and processor time of this client."""
-    from voxlane.bench import demo_model
-    from voxlane.bench.peak_memory import PeakMemory
+    """Save or load once; return the time, memory and CPU time of this client."""
+    from voxlane.bench.checkpoint import demo_model
+    from voxlane.bench.process_usage import PeakMemory
 
     work = Work(**arguments)
     set_up(work.endpoint)
@@ -89,7 +92,7 @@ def run_one(**arguments: Any) -> Sample:
         loaded = call()
         total_s, cpu_s = watch.elapsed_s(), watch.cpu_s()
     if loaded is not None and (name := demo_model.first_difference(loaded)) is not None:
-        raise AssertionError(f"{name} is not as it was saved")
+        raise AssertionError(f"{name} differs from its saved value")
     extra = memory.extra_bytes or 0
     return {
         "total_s": total_s,
@@ -101,10 +104,10 @@ def run_one(**arguments: Any) -> Sample:
 
 
 def run_trials(trials: list[dict[str, Any]], **arguments: Any) -> Sample:
-    """Seconds of the ceiling in each trial, twice in turns, the better one."""
+    """Return the seconds of the ceiling in each trial: the better of two runs, in turns."""
     work = Work(**arguments)
     set_up(work.endpoint)
-    found: dict[str, list[float]] = {}
+    seconds_by_operation: dict[str, list[float]] = {}
     for operation in ("save", "load"):
         seconds = [float("inf")] * len(trials)
         for turn in range(2 * len(trials)):
@@ -113,12 +116,12 @@ def run_trials(trials: list[dict[str, Any]], **arguments: Any) -> Sample:
             watch = Stopwatch()
             call()
             seconds[index] = min(seconds[index], watch.elapsed_s())
-        found[operation] = seconds
-    return found
+        seconds_by_operation[operation] = seconds
+    return seconds_by_operation
 
 
 def set_up(endpoint: str) -> None:
-    """This process's environment: how all contenders find the server."""
+    """Set the environment of this process, through which all contenders find the server."""
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)
     os.environ.update(
@@ -128,12 +131,12 @@ def set_up(endpoint: str) -> None:
         AWS_SECRET_ACCESS_KEY=SECRET_KEY,
         AWS_DEFAULT_REGION=REGION,
         AWS_REGION=REGION,
-        GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT="false",  # else gcsfs waits a minute for a service emulators lack
+        GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT="false",  # otherwise gcsfs waits a minute for a service that emulators lack
         GOOGLE_CLOUD_PROJECT="benchmark",
     )
 
 
-# -- the ceiling: the engine's own transfers of as many bytes, no pickling -------------------------------
+# -- the ceiling: transfers of the same number of bytes without pickling -------------------------------
 
 
 def _ceiling(work: Work, size: int) -> Callable[[], None]:
@@ -167,7 +170,7 @@ def _ceiling(work: Work, size: int) -> Callable[[], None]:
 
 
 def voxlane(work: Work) -> tuple[Save, Load]:
-    """Our `Checkpoint` with its defaults."""
+    """Use our `Checkpoint` with its defaults."""
     from voxlane import Checkpoint, StoreConfig
 
     folder, _, name = work.uri.rpartition("/")
@@ -176,7 +179,7 @@ def voxlane(work: Work) -> tuple[Save, Load]:
 
 
 def fsspec(work: Work) -> tuple[Save, Load]:
-    """`torch.save` and `torch.load` on a file of s3fs or gcsfs."""
+    """Use `torch.save` and `torch.load` on a file of s3fs or gcsfs."""
     import fsspec
 
     if work.service == "s3":
@@ -197,7 +200,7 @@ def fsspec(work: Work) -> tuple[Save, Load]:
 
 
 def boto3(work: Work) -> tuple[Save, Load]:
-    """`upload_fileobj` and `download_fileobj` of a file in memory."""
+    """Use `upload_fileobj` and `download_fileobj` on a file in memory."""
     import boto3
 
     client = boto3.client("s3", endpoint_url=work.endpoint, region_name=REGION)
@@ -218,7 +221,7 @@ def boto3(work: Work) -> tuple[Save, Load]:
 
 
 def s3torchconnector(work: Work) -> tuple[Save, Load]:
-    """AWS's `S3Checkpoint`."""
+    """Use AWS's `S3Checkpoint`."""
     from s3torchconnector import S3Checkpoint, S3ClientConfig
 
     checkpoint = S3Checkpoint(REGION, work.endpoint, S3ClientConfig(force_path_style=True))
@@ -235,7 +238,7 @@ def s3torchconnector(work: Work) -> tuple[Save, Load]:
 
 
 def google_cloud_storage(work: Work) -> tuple[Save, Load]:
-    """`upload_from_file` and `download_to_file` of a file in memory."""
+    """Use `upload_from_file` and `download_to_file` on a file in memory."""
     from google.cloud import storage
 
     blob = storage.Client().bucket(work.bucket).blob(work.key)
@@ -255,7 +258,7 @@ def google_cloud_storage(work: Work) -> tuple[Save, Load]:
 
 
 def dataflux(work: Work) -> tuple[Save, Load]:
-    """Google's `DatafluxCheckpoint`."""
+    """Use Google's `DatafluxCheckpoint`."""
     from dataflux_pytorch.dataflux_checkpoint import DatafluxCheckpoint
 
     checkpoint = DatafluxCheckpoint("benchmark", work.bucket)
@@ -288,10 +291,11 @@ CONTENDERS: dict[str, Callable[[Work], tuple[Save, Load]]] = {
 def run_sharded(
     device: torch.device, contenders: list[str], rounds: int, endpoint: str, bucket: str, num_layers: int
 ) -> list[Sample]:
-    """On every rank: save and load a sharded model by each contender in turn; time is the slowest rank's."""
-    from measure import interleaved
-    from voxlane.bench import demo_model, ranks
-    from voxlane.bench.peak_memory import PeakMemory
+    """On every rank, save and load a sharded model with each contender in turn; the slowest rank counts."""
+    from isolated_runs import interleaved
+    from voxlane.bench import ranks
+    from voxlane.bench.checkpoint import demo_model
+    from voxlane.bench.process_usage import PeakMemory
 
     set_up(endpoint)
     state = demo_model.sharded_model(num_layers, device).state_dict()
@@ -318,20 +322,24 @@ def run_sharded(
                 start = time.perf_counter()
                 try:
                     call(state, uri)
-                except BaseException as raised:  # noqa: BLE001 - torch raises what is no Exception; it becomes a result
+                except BaseException as raised:  # noqa: BLE001 - torch raises BaseExceptions; they become results
                     error = f"{type(raised).__name__}: {raised}"[:500]
                 seconds = time.perf_counter() - start
             if not error and demo_model.first_difference(state) is not None:
-                error = "loaded other values than were saved"
-            found: list[Any] = ranks.gather((seconds, memory.extra_bytes or 0, error))
+                error = "the loaded values differ from the saved ones"
+            rank_results: list[Any] = ranks.gather((seconds, memory.extra_bytes or 0, error))
             place: Sample = {"contender": name, "operation": operation, "round": turn, "bytes": size}
-            if errors := [e for _, _, e in found if e]:
+            if errors := [e for _, _, e in rank_results if e]:
                 failed.add(name)
                 samples.append({**place, "error": errors[0]})
                 demo_model.restore(state)
                 continue
             samples.append(
-                {**place, "total_s": max(s for s, _, _ in found), "extra_bytes": max(x for _, x, _ in found)}
+                {
+                    **place,
+                    "total_s": max(s for s, _, _ in rank_results),
+                    "extra_bytes": max(x for _, x, _ in rank_results),
+                }
             )
     return samples
 
@@ -360,7 +368,7 @@ def _s3torchconnector_sharded(endpoint: str) -> Any:
     from s3torchconnector import S3ClientConfig
     from s3torchconnector.dcp import S3StorageReader, S3StorageWriter
 
-    config = S3ClientConfig(force_path_style=True)  # it takes the endpoint from AWS_ENDPOINT_URL only
+    config = S3ClientConfig(force_path_style=True)  # it reads the endpoint only from AWS_ENDPOINT_URL
     return (
         lambda state, uri: dcp.save(state, storage_writer=S3StorageWriter(REGION, uri, config)),
         lambda state, uri: dcp.load(state, storage_reader=S3StorageReader(REGION, uri, config)),
@@ -374,12 +382,14 @@ SHARDED: dict[str, Callable[[str], Any]] = {
 }
 
 
-# -- how long an asynchronous save holds training up -------------------------------------------------------------------
+# -- how long an asynchronous save blocks training --------------------------------------------------------------------
 
 
 def run_async(device: torch.device, endpoint: str, bucket: str, size_bytes: int, rounds: int) -> list[Sample]:
-    """On one rank: the time until `AsyncSaver.save` returns, beside that of a plain copy of the same state. Both reuse
-    the memory they copied into before; the first time, in which it is found, is kept apart."""
+    """On one rank, measure the time until `AsyncSaver.save` returns and the time of a plain copy of the same state.
+
+    Both reuse the memory of the previous round. The first round, which allocates it, is marked as `first`.
+    """
     from voxlane import StoreConfig
     from voxlane.checkpoint.async_save import AsyncSaver
 

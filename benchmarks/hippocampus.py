@@ -1,11 +1,11 @@
-"""Accuracy on the Decathlon's Hippocampus: files and curve of runs that were trained and evaluated.
+"""Collect and plot the accuracy of trained and evaluated runs on the Decathlon's Hippocampus dataset.
 
     voxlane prepare Task04_Hippocampus prepared
     voxlane train prepared --run runs/cpu preset=small
     voxlane evaluate runs/cpu
     python benchmarks/hippocampus.py runs/cpu --name cpu
 
-keeps the run's config, history and scores in results/hippocampus/NAME and draws the curves of all that are there.
+copies the run's config, history and scores to results/hippocampus/NAME and plots the curves of all collected runs.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ import matplotlib.pyplot as plt
 
 RESULTS = Path(__file__).parent / "results" / "hippocampus"
 NNUNET = 0.891
-"""Mean Dice of nnU-Net 2.8.1 as it ships, after 299 s on one H200: all 217 cases trained on, other ones held out."""
+"""Mean Dice of nnU-Net 2.8.1 with its defaults after 299 s on one H200, trained on all 217 cases; others held out."""
 
 
 def keep(run: Path, name: str) -> None:
-    """Copy what tells of a run."""
+    """Copy the result files of a run, without the paths of this machine."""
     folder = RESULTS / name
     folder.mkdir(parents=True, exist_ok=True)
     scores = run / "evaluation" / "validation"
@@ -42,12 +42,14 @@ def keep(run: Path, name: str) -> None:
     summary.pop("runs")
     (folder / "summary.json").write_text(json.dumps(summary, indent=1))
     facts = json.loads((folder / "run.json").read_text())
-    kept = {name: facts[name] for name in ("config", "plan", "network", "cases", "fold", "parameters", "environment")}
-    (folder / "run.json").write_text(json.dumps(kept, indent=1))  # without the paths of this machine
+    public_facts = {
+        name: facts[name] for name in ("config", "plan", "network", "cases", "fold", "parameters", "environment")
+    }
+    (folder / "run.json").write_text(json.dumps(public_facts, indent=1))  # without the paths of this machine
 
 
 def draw() -> None:
-    """Validation Dice against seconds of training, and the held-out cases' Dice, of every run kept."""
+    """Plot validation Dice over seconds of training, and the Dice of held-out cases, for every collected run."""
     figure, (curve, cases) = plt.subplots(1, 2, figsize=(10, 3.8), layout="constrained")
     folders = sorted(p for p in RESULTS.iterdir() if p.is_dir())
     for folder in folders:
@@ -70,10 +72,10 @@ def draw() -> None:
 
 
 def main() -> None:
-    """Keep a run, if one is given, and draw."""
+    """Collect a run, if one is given, and plot all runs."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run", type=Path, nargs="?", help="folder of an evaluated run")
-    parser.add_argument("--name", help="what to keep it as")
+    parser.add_argument("--name", help="name of the run in the results")
     options = parser.parse_args()
     if options.run is not None:
         if not options.name:

@@ -1,10 +1,10 @@
-"""Kills workers, nodes and the driver of runs on a Ray cluster, in turn, at random moments, and judges the runs.
+"""Kill workers, nodes and the driver of runs on a Ray cluster at random moments, and check the runs.
 
-`python benchmarks/kill_training.py [--kills 20] [--seed 0]`, some ten minutes on two cores. The cluster has three
-nodes; the run is `voxlane train --workers 2 --address ...`, started again with --auto-resume when its driver is killed.
-A kill is survived when the run went on from no earlier than the last checkpoint there was. The run is judged at its end
-against one of as many local processes without a pause: every epoch once, every patch once and in its step, the same
-weights, to the bit where the number of workers never changed.
+`python benchmarks/kill_training.py [--kills 20] [--seed 0]` takes about ten minutes on two cores. The cluster has three
+nodes. The run is `voxlane train --workers 2 --address ...`, restarted with --auto-resume after its driver is killed.
+A kill is survived if the run continues from the last checkpoint or later. At its end the run is compared with an
+uninterrupted run on as many local processes: every epoch once, every patch once and in its step, and the same weights,
+bit for bit if the number of workers never changed.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
-from tests.volume import made
+from tests.volume import sample_data
 
-from measure import RESULTS, facts, save
-from voxlane.launch.cluster import set_defaults
+from isolated_runs import RESULTS, facts, save
+from voxlane.cluster.ray.cluster import set_defaults
 from voxlane.train.fit import train
-from voxlane.volume.prepared import Prepared
+from voxlane.volume.prepared_dataset import Prepared
 
 VICTIMS = ("worker", "node", "driver")
 KILLS_A_RUN = 5
@@ -40,44 +40,44 @@ WORKERS = 2
 _NODE = {"num_cpus": 1, "object_store_memory": 100 << 20}
 _LIMIT_S = 900.0
 _TOLERANCE = 1e-3
-"""Of weights where an epoch ran on another number of workers: sums are then rounded in another order."""
+"""Tolerance of weights if an epoch ran on another number of workers, which changes the order of rounding."""
 
 
 @dataclass
 class Kill:
-    """One kill and what came of it."""
+    """A kill and its outcome."""
 
     run: int
     victim: str
     moment: str
     epochs_saved: int
-    """Epochs in the last checkpoint when it fell."""
+    """Epochs in the last checkpoint at the time of the kill."""
     epochs_next: int | None = None
-    """Epochs in the history when it next grew; fewer than `epochs_saved` + 1 would be a loss."""
+    """Epochs in the history when it next grew; fewer than `epochs_saved` + 1 means that work was lost."""
     recovered_s: float | None = None
-    """From the kill to the next epoch's end."""
+    """Seconds from the kill to the end of the next epoch."""
     problems: list[str] = field(default_factory=list)
 
 
 @dataclass
 class Verdict:
-    """One run at its end."""
+    """The result of a run at its end."""
 
     run: int
     kills: int
     attempts: int
     drivers: int
     workers: list[int]
-    """Of every epoch."""
+    """Number of workers in every epoch."""
     weights_differ_by: float
     problems: list[str]
 
 
 def main() -> None:
-    """Run the campaign, print the verdict, write the result file."""
+    """Run all kills, print the summary and write the result file."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--kills", type=int, default=20, help="how many, of all victims together")
-    parser.add_argument("--seed", type=int, default=0, help="the same seed draws the same moments and victims")
+    parser.add_argument("--kills", type=int, default=20, help="number of kills of all victims together")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the moments and victims")
     parser.add_argument("--out", type=Path, default=RESULTS / "kill_training.json", help="result file")
     arguments = parser.parse_args()
     draw = random.Random(arguments.seed)
@@ -86,13 +86,13 @@ def main() -> None:
     verdicts: list[Verdict] = []
     with tempfile.TemporaryDirectory(prefix="voxlane-kills-") as folder:
         root = Path(folder)
-        data, said = _prepare(root)
-        train(data, str(root / "straight"), {**said, "devices": WORKERS}, progress=False)
+        data, config_values = _prepare(root)
+        train(data, str(root / "straight"), {**config_values, "devices": WORKERS}, progress=False)
         with _cluster() as cluster:
             while len(kills) < arguments.kills:
                 number = len(verdicts)
                 share = min(KILLS_A_RUN, arguments.kills - len(kills))
-                campaign = _Campaign(root / f"run{number}", data, said, cluster, draw, number)
+                campaign = _Campaign(root / f"run{number}", data, config_values, cluster, draw, number)
                 victims = [VICTIMS[(len(kills) + n) % len(VICTIMS)] for n in range(share)]
                 kills += campaign.kill(victims)
                 verdicts.append(campaign.judge(root / "straight", len(victims)))
@@ -109,12 +109,12 @@ def main() -> None:
         "runs": [asdict(verdict) for verdict in verdicts],
     }
     save(arguments.out, document)
-    if any(found.problems for found in (*kills, *verdicts)):
+    if any(checked.problems for checked in (*kills, *verdicts)):
         sys.exit(1)
 
 
 def summary(kills: list[Kill], verdicts: list[Verdict]) -> str:
-    """The result in one line."""
+    """Return the result in one line."""
     by_victim = Counter(kill.victim for kill in kills)
     well = sum(not verdict.problems for verdict in verdicts)
     times = sorted(kill.recovered_s for kill in kills if kill.recovered_s is not None)
@@ -128,7 +128,7 @@ def summary(kills: list[Kill], verdicts: list[Verdict]) -> str:
 
 
 def _prepare(root: Path) -> tuple[str, dict[str, Any]]:
-    made.prepared(made.save(root / "scans", made.kits()), str(root / "data"))
+    sample_data.prepare_dataset(sample_data.write_folder(root / "scans", sample_data.make_kits19()), str(root / "data"))
     fold = int(Prepared.load(str(root / "data")).table.column("fold")[0].as_py())
     network = {"features": [4, 8], "strides": [[1, 1, 1], [2, 2, 2]], "kernels": [[3, 3, 3], [3, 3, 3]]}
     return str(root / "data"), {
@@ -143,7 +143,7 @@ def _prepare(root: Path) -> tuple[str, dict[str, Any]]:
 
 
 class _cluster:  # noqa: N801 - used as a function
-    """Three nodes: a head that trains nothing, so that it is no victim, and two of one CPU, replaced when killed."""
+    """A cluster of a head that does not train and is never killed, and two nodes of one CPU, replaced when killed."""
 
     def __enter__(self) -> Any:
         set_defaults()
@@ -161,16 +161,16 @@ class _cluster:  # noqa: N801 - used as a function
 
 
 class _Campaign:
-    """One run, and its kills."""
+    """A run and its kills."""
 
     def __init__(
-        self, run: Path, data: str, said: dict[str, Any], cluster: Any, draw: random.Random, number: int
+        self, run: Path, data: str, config_values: dict[str, Any], cluster: Any, draw: random.Random, number: int
     ) -> None:
         self._run = run
         self._cluster = cluster
         self._draw = draw
         self._number = number
-        fields = [f"{name}={json.dumps(value)}" for name, value in said.items()]
+        fields = [f"{name}={json.dumps(value)}" for name, value in config_values.items()]
         self._command = [sys.executable, "-m", "voxlane.cli.main", "train", data, "--run", str(run), *fields]
         self._command += ["--workers", str(WORKERS), "--address", cluster.address, "--auto-resume", "--no-progress"]
         self._drivers = 0
@@ -181,22 +181,22 @@ class _Campaign:
         return subprocess.Popen(self._command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
 
     def kill(self, victims: list[str]) -> list[Kill]:
-        """Kill each, one after another has been survived, and see the run to its end."""
+        """Kill each victim after the previous kill has been survived."""
         return [self._kill(victim) for victim in victims]
 
     def _kill(self, victim: str) -> Kill:
-        """A quarter of the moments lie while ranks start, the others anywhere in an epoch."""
+        """Kill while ranks start in a quarter of the cases, otherwise at any moment of an epoch."""
         starting = self._draw.random() < 0.25 and victim != "worker"
         moment, wait_s = ("starting", 6 * self._draw.random()) if starting else ("training", self._draw.random())
-        known = len(self._attempts())
+        num_attempts = len(self._attempts())
         if starting:
-            if known:  # a rank's death is what makes new ones start
+            if num_attempts:  # the death of a rank starts new ranks
                 self._kill_worker()
-            self._until(lambda: len(self._attempts()) > known)
+            self._until(lambda: len(self._attempts()) > num_attempts)
             time.sleep(wait_s)
         else:
-            seen = len(self._history())
-            self._until(lambda: len(self._history()) > seen)
+            num_epochs = len(self._history())
+            self._until(lambda: len(self._history()) > num_epochs)
             time.sleep(self._epoch_s() * wait_s)
         getattr(self, f"_kill_{victim}")()
         fell = time.monotonic()
@@ -210,7 +210,7 @@ class _Campaign:
         kill.recovered_s = round(time.monotonic() - fell, 1)
         kill.epochs_next = len(self._history())
         if kill.epochs_next < min(EPOCHS, kill.epochs_saved + 1):
-            kill.problems.append(f"went on from before epoch {kill.epochs_saved}")
+            kill.problems.append(f"continued from before epoch {kill.epochs_saved}")
         print(f"run {self._number}: {kill}", flush=True)
         return kill
 
@@ -229,31 +229,31 @@ class _Campaign:
         self._driver = self._start()
 
     def judge(self, straight: Path, num_kills: int) -> Verdict:
-        """Wait for the end and compare with the run without a pause."""
+        """Wait for the end and compare with the uninterrupted run."""
         problems = []
         try:
             self._until(lambda: self._driver.poll() == 0)
         except TimeoutError as error:
             problems.append(str(error))
             self._driver.kill()
-        ours, theirs = self._history(), _read(straight / "history.json")
+        history, expected = self._history(), _read(straight / "history.json")
         problems += [
-            f"{name} differs from the run without a pause"
+            f"{name} differs from the uninterrupted run"
             for name in ("epoch", "step", "patches", "order")
-            if [entry[name] for entry in ours] != [entry[name] for entry in theirs]
+            if [entry[name] for entry in history] != [entry[name] for entry in expected]
         ]
         differ = _differ(self._run, straight)
-        ranks = [entry["ranks"] for entry in ours]
+        ranks = [entry["ranks"] for entry in history]
         if not differ <= (0.0 if set(ranks) == {WORKERS} else _TOLERANCE):
             problems.append(f"weights differ by {differ:.1e}")
         return Verdict(self._number, num_kills, len(self._attempts()), self._drivers, ranks, differ, problems)
 
-    def _until(self, what: Any) -> Any:
-        """Wait until `what` is true; a driver that gave up is started again, as a scheduler would."""
+    def _until(self, condition: Any) -> Any:
+        """Wait until `condition` holds; a driver that failed is started again, as a scheduler would do."""
         end = time.monotonic() + _LIMIT_S
         while time.monotonic() < end:
-            if found := what():
-                return found
+            if result := condition():
+                return result
             if self._driver.poll() not in (None, 0):
                 self._driver = self._start()
             time.sleep(0.05)
@@ -280,23 +280,25 @@ class _Campaign:
 
     def _saved(self) -> int:
         try:
-            found = torch.load(self._run / "checkpoints" / "last.ckpt", weights_only=True)
+            checkpoint = torch.load(self._run / "checkpoints" / "last.ckpt", weights_only=True)
         except FileNotFoundError:
             return 0
-        return int(found["global_step"]) // STEPS
+        return int(checkpoint["global_step"]) // STEPS
 
 
 def _read(path: Path) -> list[dict[str, Any]]:
     try:
-        found: list[dict[str, Any]] = json.loads(path.read_text())
+        entries: list[dict[str, Any]] = json.loads(path.read_text())
     except FileNotFoundError:
         return []
-    return found
+    return entries
 
 
-def _differ(ours: Path, theirs: Path) -> float:
-    """The largest difference of any weight."""
-    a, b = (torch.load(run / "checkpoints/last.ckpt", weights_only=True)["state_dict"] for run in (ours, theirs))
+def _differ(first_run: Path, second_run: Path) -> float:
+    """Return the largest difference of any weight."""
+    a, b = (
+        torch.load(run / "checkpoints/last.ckpt", weights_only=True)["state_dict"] for run in (first_run, second_run)
+    )
     return max(float((a[name].float() - b[name].float()).abs().max()) for name in a)
 
 
@@ -304,7 +306,7 @@ def _signal(pid: int) -> None:
     try:
         os.kill(pid, signal.SIGKILL)
     except ProcessLookupError:
-        return  # it ended by itself just now
+        return  # it has just ended by itself
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Loss curves of runs: how far two paths of one computation lie apart, and how far two seeds do."""
+"""Compare the loss curves of runs: the difference between two paths of a computation, and between two seeds."""
 
 from __future__ import annotations
 
@@ -8,15 +8,17 @@ from typing import Any
 
 
 def mean(values: Sequence[float | None]) -> float:
-    """Of those that are there; 0 where none is."""
-    found = [value for value in values if value is not None]
-    return sum(found) / len(found) if found else 0.0
+    """Return the mean of the values that are not None; 0 if there are none."""
+    present = [value for value in values if value is not None]
+    return sum(present) / len(present) if present else 0.0
 
 
 def comparison(rows: Sequence[dict[str, Any]], smooth: int = 4) -> dict[str, Any] | None:
-    """How far the paths lie apart at equal seeds, and seeds at equal paths: over the curves, over their second halves,
-    and at most, each smoothed by a running mean over `smooth` windows; and the same of Dice. None where a path or a
-    seed is missing."""
+    """Compare paths at equal seeds, and seeds at equal paths, by loss and by Dice.
+
+    Losses are smoothed by a running mean over `smooth` windows. Differences are given as the mean over the curve, the
+    mean over its second half, and the maximum. Return None if a path or a seed is missing.
+    """
     by = {(row["path"], row["seed"]): row for row in rows}
     seeds = sorted({seed for path, seed in by if path == "fast"} & {seed for path, seed in by if path == "plain"})
     if len(seeds) < 2:
@@ -28,16 +30,16 @@ def comparison(rows: Sequence[dict[str, Any]], smooth: int = 4) -> dict[str, Any
         ],
         "again": [(by["fast", seed], by["fast, again", seed]) for seed in seeds if ("fast, again", seed) in by],
     }
-    loss = {name: [_apart(a["losses"], b["losses"], smooth) for a, b in found] for name, found in pairs.items()}
+    loss = {name: [_apart(a["losses"], b["losses"], smooth) for a, b in run_pairs] for name, run_pairs in pairs.items()}
     means = {path: mean([by[path, seed]["scores"]["mean_dice"] for seed in seeds]) for path in ("fast", "plain")}
     dice = {
-        name: [abs(a["scores"]["mean_dice"] - b["scores"]["mean_dice"]) for a, b in found]
-        for name, found in pairs.items()
+        name: [abs(a["scores"]["mean_dice"] - b["scores"]["mean_dice"]) for a, b in run_pairs]
+        for name, run_pairs in pairs.items()
     }
-    # The widest gap of paths against the narrowest of seeds: a run that went astray must not widen what it is held to.
-    # The second half counts by itself, because seeds differ most while their first weights still show.
-    widest = {part: max(one[part] for one in loss["paths"]) for part in ("mean", "late")}
-    spread = {part: min(one[part] for one in loss["seeds"]) for part in ("mean", "late")}
+    # The largest gap between paths is compared with the smallest gap between seeds, so that a diverging run cannot
+    # loosen its own limit. The second half is compared separately, because seeds differ most at the start.
+    widest = {part: max(gap[part] for gap in loss["paths"]) for part in ("mean", "late")}
+    spread = {part: min(gap[part] for gap in loss["seeds"]) for part in ("mean", "late")}
     return {
         "seeds": seeds,
         "loss_apart": loss,
@@ -52,7 +54,7 @@ def comparison(rows: Sequence[dict[str, Any]], smooth: int = 4) -> dict[str, Any
 
 
 def smoothed(losses: Sequence[float], over: int) -> list[float]:
-    """Running means; as many fewer as are needed for the first."""
+    """Return running means over `over` values, `over` - 1 fewer than there are losses."""
     over = min(over, len(losses))
     return [sum(losses[i : i + over]) / over for i in range(len(losses) - over + 1)]
 

@@ -1,8 +1,8 @@
-"""Ways to read training patches: ours and the other Zarr libraries over the same objects, and whole files.
+"""Readers of training patches: ours and other Zarr libraries on the same objects, and whole files.
 
-Each function of `CONTENDERS` takes where the cases lie and gives one that reads patches (image, label) in the order
-asked, several in flight. Those without a cache in their name keep no voxels from one patch to the next;
-what a library keeps by itself (open arrays, connections, our shard indexes) it keeps.
+Each function of `CONTENDERS` takes the location of the cases and returns one that reads patches (image, label) in
+the requested order, several in flight. Contenders without "cache" in their name keep no voxels between patches. What a
+library always keeps (open arrays, connections, our shard indexes) is kept.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from typing import Any
 
 import numpy as np
 
-from measure import Sample, Stopwatch
+from isolated_runs import Sample, Stopwatch
 
 Corner = tuple[int, int, int]
 Patch = tuple[Any, Any]
 IN_FLIGHT = 8
-"""Patches that every contender has on their way."""
+"""Patches that every contender reads concurrently."""
 THREADS = 2
-"""Threads that decode for us, as many as the machine of the published figures has cores; the others bring their own."""
+"""Threads that decode for our reader: the cores of the machine of the published figures. Others use their own."""
 
 
 def read_patches(
@@ -37,14 +37,17 @@ def read_patches(
     side: int,
     expected: Sequence[int],
 ) -> Sample:
-    """Read the patch of `side` cubed at each (case, corner). The first ones, as many as `expected` has sums of voxels,
-    warm up, unmeasured, and are compared with those sums."""
+    """Read the patch of `side` cubed at each (case, corner).
+
+    The first patches, one for each voxel sum in `expected`, are a warm-up: they are not measured, and their sums are
+    compared with `expected`.
+    """
     stream = CONTENDERS[contender](root, endpoint, cases, metadata)
     warm, measured = corners[: len(expected)], corners[len(expected) :]
-    for (image, label), wanted in zip(stream(warm, side), expected, strict=True):
-        found = int(np.asarray(image, np.int64).sum() + np.asarray(label, np.int64).sum())
-        if found != wanted or image.shape[-3:] != (side,) * 3:
-            raise AssertionError(f"{contender} read other voxels than were written")
+    for (image, label), expected_sum in zip(stream(warm, side), expected, strict=True):
+        voxel_sum = int(np.asarray(image, np.int64).sum() + np.asarray(label, np.int64).sum())
+        if voxel_sum != expected_sum or image.shape[-3:] != (side,) * 3:
+            raise AssertionError(f"{contender} read voxels that differ from the written ones")
     watch = Stopwatch()
     count = sum(1 for _ in stream(measured, side))
     return {"total_s": watch.elapsed_s(), "client_cpu_s": watch.cpu_s(), "patches": count}
@@ -58,7 +61,7 @@ def _box(corner: Corner, side: int) -> tuple[slice, ...]:
 
 
 def _threaded(read: Callable[[int, Corner, int], Patch]) -> Stream:
-    """`IN_FLIGHT` threads, each reading a patch; results in order."""
+    """Read with `IN_FLIGHT` threads, one patch each, and yield results in order."""
 
     def stream(corners: Sequence[tuple[int, Corner]], side: int) -> Iterator[Patch]:
         with ThreadPoolExecutor(IN_FLIGHT) as pool:
@@ -74,7 +77,7 @@ def _threaded(read: Callable[[int, Corner, int], Patch]) -> Stream:
 
 
 def _store(root: str, endpoint: str) -> tuple[Any, str]:
-    """Our store, and the key of `root` in it."""
+    """Return our store and the key of `root` in it."""
     from voxlane import Store, StoreConfig
     from voxlane.uri import parse
 
@@ -85,10 +88,10 @@ def _store(root: str, endpoint: str) -> tuple[Any, str]:
 def _voxlane(
     root: str, endpoint: str, cases: Sequence[str], metadata: Sequence[dict[str, Any]], cache_bytes: int = 0
 ) -> Stream:
-    from voxlane.volume.volume_reader import Volumes
+    from voxlane.volume.volume_reader import VolumeCache
 
     store, key = _store(root, endpoint)
-    volumes = Volumes(store, memory_bytes=cache_bytes)
+    volumes = VolumeCache(store, memory_bytes=cache_bytes)
     readers = [volumes.open(f"{key}/{c}.zarr", m) for c, m in zip(cases, metadata, strict=True)]
 
     def stream(corners: Sequence[tuple[int, Corner]], side: int) -> Iterator[Patch]:
@@ -141,7 +144,7 @@ def _zarrs(root: str, endpoint: str, cases: Sequence[str], metadata: Sequence[di
 
     import zarr
 
-    warnings.simplefilter("ignore", RuntimeWarning)  # that it opens the store once more for itself
+    warnings.simplefilter("ignore", RuntimeWarning)  # it warns that it opens the store a second time
     zarr.config.set({"codec_pipeline.path": "zarrs.ZarrsCodecPipeline"})
     return _zarr(root, endpoint, cases, metadata)
 
@@ -160,7 +163,7 @@ def _tensorstore(cache_bytes: int) -> Callable[..., Stream]:
             if endpoint:
                 kvstore = {"driver": "s3", "bucket": bucket, "endpoint": endpoint, "path": path}
                 kvstore["aws_region"] = "us-east-1"
-            # Data that was read once is not asked about again, as in our reader of a finished dataset.
+            # Data that was read once is not revalidated, as in our reader of a finished dataset.
             spec = {"driver": "zarr3", "kvstore": kvstore, "recheck_cached_data": "open"}
             return tensorstore.open(spec, context=context, read=True).result()
 
@@ -183,19 +186,19 @@ def _tensorstore(cache_bytes: int) -> Callable[..., Stream]:
 
 
 def _whole(root: str, endpoint: str, cases: Sequence[str], metadata: Sequence[dict[str, Any]]) -> Stream:
-    """The scan's and the label's NIfTI files, downloaded and unpacked for every patch; two at a time, because each
-    takes the memory of a volume."""
+    """Download and unpack the NIfTI files of scan and label for every patch, two at a time, because each needs the
+    memory of a volume."""
     store, key = _store(root, endpoint)
     header_bytes = 352
 
     def read(case: int, corner: Corner, side: int) -> Patch:
-        found = []
+        patch_pair = []
         for name, dtype in (("imaging", "<i2"), ("segmentation", "u1")):
             body = gzip.decompress(store.get(f"{key}/{cases[case]}/{name}.nii.gz"))
             shape = np.frombuffer(body, "<i2", 8, 40)[3:0:-1]
             volume = np.frombuffer(body, dtype, offset=header_bytes).reshape(shape)
-            found.append(volume[_box(corner, side)].copy())
-        return found[0], found[1]
+            patch_pair.append(volume[_box(corner, side)].copy())
+        return patch_pair[0], patch_pair[1]
 
     def stream(corners: Sequence[tuple[int, Corner]], side: int) -> Iterator[Patch]:
         with ThreadPoolExecutor(THREADS) as pool:

@@ -19,51 +19,52 @@ _AFTER = 3
 """Sections before the simulator's."""
 HEAD = """# Performance
 
-Every figure that voxlane claims, beside the peer's, with the command and the result file behind it. `make
-bench-report` writes this page from the files in [benchmarks/results](../benchmarks/results); do not edit it. How to
-read it:
+This page shows every figure that voxlane claims beside that of a peer, with the command and the result file behind it.
+`make bench-report` writes it from the files in [benchmarks/results](../benchmarks/results); do not edit it. How to read
+it:
 
-- A figure is a median, and in brackets the least and the most that were measured. A ratio is that of the medians, and
-  in brackets the least and the most that both spreads allow. Where those include 1, the two are **not told apart**,
-  whatever the medians say.
-- Measured on {machines}.
-  Client, server and all workers share a machine's processors; the server is our emulator, or
-  SeaweedFS behind envoy, with latency added where it says so. So figures are comparable with those beside them, and
-  with nothing else: on real machines and clouds all will differ. (Training on an H200 was on another machine;
-  [accuracy](#accuracy) says which figure.)
-- Peers are used as their documentation says, at the settings named in each benchmark; contenders are interleaved,
-  each measurement in a fresh process. What failed is shown as failed.
+- A figure is a median, followed by the measured minimum and maximum in brackets. A ratio is the ratio of two medians,
+  followed by the smallest and largest ratio that the two ranges allow. If that range includes 1, the difference is
+  **not significant**, whatever the medians are. "No spread" means that all measurements were equal, or that there
+  was only one.
+- The machines were {machines}.
+  Client, server and all workers share the processors of a machine. The server is our emulator, or SeaweedFS behind
+  envoy, with added latency where stated. Compare a figure only with those beside it: on real clusters and clouds all of
+  them will differ. (Training on an H200 ran on another machine; see [accuracy](#accuracy).)
+- Peers are used as their documentation recommends, with the settings named in each benchmark. Contenders take turns,
+  and each measurement runs in a fresh process. A contender that failed is shown as failed.
 
 """
 LIMITS = """## What was never measured
 
-- **No real cloud.** No figure is from GCS, S3 or Azure. Added latency is constant, connections are loopback, nothing
-  is throttled unless a section says so. What a real bucket adds (jitter, slow shards, 503s, cold starts, TLS) is in
-  none of them.
-- **No cluster.** Nodes are processes of one machine. What is said of 32 to 10,000 nodes is simulated, and says so.
-- **No GPU but one H200**, for training steps, windows and Hippocampus. Nobody has trained on several GPUs with this;
-  scaling is of sleeping steps. In the training step's table compiled kernels were in a cache, so that start-up there is
-  a second start's.
-- **No large real dataset.** Volumes are one real CT repeated with noise, synthetic ones, or Hippocampus, which is
+- **No real cloud.** No figure is from GCS, S3 or Azure. Added latency is constant, connections use the loopback
+  interface, and nothing is throttled unless a section says so. No figure includes the effects of a real bucket: jitter,
+  slow shards, 503s, cold starts, TLS.
+- **No cluster.** Nodes are processes on one machine. Figures for 32 to 10,000 nodes are simulated, and marked as such.
+- **Only one GPU, an H200**, for training steps, windows and Hippocampus. Training on several GPUs was not measured;
+  scaling was measured with simulated steps. In the table of the training step, compiled kernels were already cached, so
+  the start-up time is that of a second start.
+- **No large real dataset.** Volumes are one real CT repeated with noise, synthetic volumes, or Hippocampus, which is
   small.
 - **No cold start of a machine**: Python's and the libraries' files were in the page cache.
-- **One machine, few rounds.** Two to five rounds on a machine whose load was not always zero (each section says
-  what it was).
+- **One machine, few rounds.** Most figures come from two to five rounds on a machine that was not always idle; "load
+  before" in a section is the load average when its benchmark started.
 
-Stated elsewhere in the documentation without a result file, so take them as remarks: 147 patches a second from 8
-processes on 16 cores, the times and memory of `prepare` and `predict`,
-the row of 50 epochs and nnU-Net's own in [training.md](training.md), steps of 0.2 s in
-[benchmarks/README.md](../benchmarks/README.md), and what [log.md](log.md) tells of trials that were given up.
+These figures elsewhere in the documentation have no result file: 147 patches/s from 8 processes on 16 cores, the
+times and memory of `prepare` and `predict`, the rows of 50 epochs and of nnU-Net in [training.md](training.md),
+the efficiency with steps of 0.2 s in [benchmarks/README.md](../benchmarks/README.md), and the abandoned experiments in
+[log.md](log.md).
 """
 
 
 def page(results: Results) -> str:
-    """The whole page."""
+    """Return the page."""
     lost = defeats(results)
     clear = sum(defeat.ratio["max"] < 1 for defeat in lost)
     slower = (
-        f"## Where we are slower\n\nEvery measurement in which a peer's median was better than ours: {len(lost)}, and "
-        f"in {clear} of them the spreads do not meet.\n\n{defeats_table(results)}"
+        "## Where we are slower\n\nThis table lists every measurement in which a peer's median was better than ours: "
+        f"{len(lost)}. In {clear} of them the ranges do not overlap. A ratio below 1 means that the peer was faster or "
+        f"used less.\n\n{defeats_table(results)}"
     )
     sections = [section(results) for section in SECTIONS]
     sections.insert(_AFTER, scale(results))

@@ -7,29 +7,29 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from performance_results import Document, Results, Spread, best, faster, link, more, one, rows_of, settings, times
-from tables import SERVICE_NAMES, size_name, spread, table
+from markdown_tables import SERVICE_NAMES, size_name, spread, table
+from performance_results import Document, Results, Spread, best, faster, first_row, link, more, rows_of, settings, times
 
 KIB, MIB = 1 << 10, 1 << 20
 COMMANDS = {
-    "loading": "python benchmarks/loading.py",
-    "segmentation_loading": "python benchmarks/segmentation_loading.py",
-    "peers": "python benchmarks/peers.py",
-    "first_batch": "python benchmarks/first_batch.py",
+    "loading": "python benchmarks/compare_loading.py",
+    "segmentation_loading": "python benchmarks/compare_whole_objects.py",
+    "peers": "python benchmarks/compare_medical_loaders.py",
+    "first_batch": "python benchmarks/compare_first_batch.py",
     "scale": "voxlane bench simulate",
-    "simulator": "python benchmarks/simulator.py",
-    "listing": "python benchmarks/listing.py",
-    "compose": "python benchmarks/compose.py",
-    "checkpoint": "python benchmarks/checkpoint.py",
-    "patch_readers": "python benchmarks/patch_readers.py --ct SCAN --label LABEL",
-    "staging": "python benchmarks/staging.py",
+    "simulator": "python benchmarks/check_simulator.py",
+    "listing": "python benchmarks/compare_listing.py",
+    "compose": "python benchmarks/compare_composed_download.py",
+    "checkpoint": "python benchmarks/compare_checkpoint.py",
+    "patch_readers": "python benchmarks/compare_patch_readers.py --ct SCAN --label LABEL",
+    "staging": "python benchmarks/compare_staging.py",
     "scaling": "voxlane bench scaling",
     "step": "voxlane bench step --out benchmarks/results/step.json",
     "hippocampus/h200/summary": "voxlane prepare, train epochs=80, evaluate; python benchmarks/hippocampus.py",
-    "training_hippocampus": "python benchmarks/step_training.py hippocampus Task04_Hippocampus",
-    "training_curves": "python benchmarks/step_training.py curves Task04_Hippocampus",
-    "training_disk": "python benchmarks/step_training.py disk --ct SCAN --label LABEL",
-    "windows": "python benchmarks/windows.py",
+    "training_hippocampus": "python benchmarks/compare_training.py hippocampus Task04_Hippocampus",
+    "training_curves": "python benchmarks/compare_training.py curves Task04_Hippocampus",
+    "training_disk": "python benchmarks/compare_training.py disk --ct SCAN --label LABEL",
+    "windows": "python benchmarks/compare_windows.py",
     "kill": "make kill-test",
     "kill_training": "make kill-train",
 }
@@ -43,12 +43,12 @@ _FLAGS = ("workers", "mode", "step_time", "steps", "warmup", "repeat", "trials",
 def command_of(name: str, document: Document | None = None) -> str:
     """The command behind a result file, with its settings where the file tells them."""
     words = [COMMANDS[name]]
-    asked = {} if document is None else settings(document)
+    recorded_settings = {} if document is None else settings(document)
     for flag in _FLAGS if name == "scaling" else ():
-        value = next((asked[n] for n in (flag, f"{flag}_s", f"{flag}s") if n in asked), None)
+        value = next((recorded_settings[n] for n in (flag, f"{flag}_s", f"{flag}s") if n in recorded_settings), None)
         if value is not None:
-            told = ",".join(map(str, value)) if isinstance(value, list) else value
-            words.append(f"--{flag.replace('_', '-')} {told}")
+            value_text = ",".join(map(str, value)) if isinstance(value, list) else value
+            words.append(f"--{flag.replace('_', '-')} {value_text}")
     if document is not None and name == "staging":
         words += [f'--only "{contender}"' for contender in dict.fromkeys(r["contender"] for r in document["summary"])]
     if name.startswith("scal"):
@@ -60,7 +60,7 @@ def command_of(name: str, document: Document | None = None) -> str:
 class Figures:
     """One line's figures, as text."""
 
-    ours: str
+    voxlane: str
     peer: str
     ratio: str
 
@@ -69,104 +69,114 @@ class Figures:
 class Claim:
     """One line of the table."""
 
-    what: str
+    title: str
     file: str
     find: Callable[[Document], Figures | None]
     """None when the file has no such figure."""
 
 
 def _rate(
-    document: Document, figure: str, ours: str, peer: str, unit: str, digits: int = 1, **place: object
+    document: Document, figure: str, contender: str, peer: str, unit: str, digits: int = 1, **place: object
 ) -> Figures | None:
-    mine, theirs = one(document, contender=ours, **place), one(document, contender=peer, **place)
-    if mine is None or theirs is None:
+    our_row, peer_row = first_row(document, contender=contender, **place), first_row(document, contender=peer, **place)
+    if our_row is None or peer_row is None:
         return None
     return Figures(
-        f"{spread(mine[figure], digits)} {unit}",
-        f"{peer}: {spread(theirs[figure], digits)}",
-        times(more(mine[figure], theirs[figure])),
+        f"{spread(our_row[figure], digits)} {unit}",
+        f"{peer}: {spread(peer_row[figure], digits)}",
+        times(more(our_row[figure], peer_row[figure])),
     )
 
 
 def _seconds(document: Document, peer: str = "", **place: object) -> Figures | None:
     """Against the peer that is named, else against the fastest of all."""
-    mine = one(document, contender="voxlane", **place)
+    our_row = first_row(document, contender="voxlane", **place)
     others = [r for r in rows_of(document, **place) if r["contender"] not in ("voxlane", "ceiling", "voxlane dataset")]
     others = [r for r in others if r["contender"] == peer] if peer else others
-    theirs = best([r for r in others if not r["contender"].startswith("voxlane")], "total_s", least=True)
-    if mine is None or theirs is None:
+    peer_row = best([r for r in others if not r["contender"].startswith("voxlane")], "total_s", least=True)
+    if our_row is None or peer_row is None:
         return None
-    ratio = times(faster(mine["total_s"], theirs["total_s"]))
-    return Figures(f"{spread(mine['total_s'])} s", f"{theirs['contender']}: {spread(theirs['total_s'])}", ratio)
+    ratio = times(faster(our_row["total_s"], peer_row["total_s"]))
+    return Figures(f"{spread(our_row['total_s'])} s", f"{peer_row['contender']}: {spread(peer_row['total_s'])}", ratio)
 
 
 def _patch_bytes(document: Document) -> Figures | None:
-    mine, theirs = (
-        one(document, place="bucket", latency_s=0.02, contender=name) for name in ("voxlane", "whole .nii.gz")
+    our_row, peer_row = (
+        first_row(document, place="bucket", latency_s=0.02, contender=name) for name in ("voxlane", "whole .nii.gz")
     )
-    if mine is None or theirs is None:
+    if our_row is None or peer_row is None:
         return None
-    ours, whole = mine["times_own_bytes"], theirs["times_own_bytes"]
-    return Figures(f"{ours['median']:.2f}", f"whole .nii.gz: {whole['median']:.1f}", times(faster(ours, whole)))
+    our_ratio, peer_ratio = our_row["times_own_bytes"], peer_row["times_own_bytes"]
+    return Figures(
+        f"{our_ratio['median']:.2f}", f"whole .nii.gz: {peer_ratio['median']:.1f}", times(faster(our_ratio, peer_ratio))
+    )
 
 
 def _fewer_bytes(document: Document) -> Figures | None:
-    found = document.get("comparison")
+    comparison = document.get("comparison")
     by_mode = {row["mode"]: row for row in reversed(document["summary"])}
-    if not found or set(by_mode) != {"patches", "whole-object"}:
+    if not comparison or set(by_mode) != {"patches", "whole-object"}:
         return None
     counted = "server_bytes_per_sample" if by_mode["patches"]["server_bytes_per_sample"] else "bytes_per_sample"
-    ours, whole = (by_mode[mode][counted]["median"] / 1e6 for mode in ("patches", "whole-object"))
-    return Figures(f"{ours:.2f} MB a sample", f"whole objects: {whole:.2f}", f"{found['bytes_ratio']:.1f}x fewer")
+    patches_mb, whole_mb = (by_mode[mode][counted]["median"] / 1e6 for mode in ("patches", "whole-object"))
+    return Figures(
+        f"{patches_mb:.2f} MB per sample", f"whole objects: {whole_mb:.2f}", f"{comparison['bytes_ratio']:.1f}x fewer"
+    )
 
 
 def _more_samples(document: Document) -> Figures | None:
-    found = document.get("comparison")
+    comparison = document.get("comparison")
     by_mode = {row["mode"]: row for row in reversed(document["summary"])}
-    if not found or set(by_mode) != {"patches", "whole-object"}:
+    if not comparison or set(by_mode) != {"patches", "whole-object"}:
         return None
-    ours, whole = (by_mode[mode]["samples_per_s"] for mode in ("patches", "whole-object"))
-    return Figures(f"{spread(ours, 1)} samples/s", f"whole objects: {spread(whole, 1)}", times(more(ours, whole)))
+    patches_rate, whole_rate = (by_mode[mode]["samples_per_s"] for mode in ("patches", "whole-object"))
+    return Figures(
+        f"{spread(patches_rate, 1)} samples/s",
+        f"whole objects: {spread(whole_rate, 1)}",
+        times(more(patches_rate, whole_rate)),
+    )
 
 
 def _first_batch(mode: str) -> Callable[[Document], Figures | None]:
     def find(document: Document) -> Figures | None:
-        row = one(document, mode=mode, workers=0)
+        row = first_row(document, mode=mode, workers=0)
         if row is None:
             return None
         imports = row["first_batch_s"]["median"] - row["after_imports_s"]["median"]
-        return Figures(f"{spread(row['first_batch_s'])} s, of which imports {imports:.2f}", "aim: 3 s", "")
+        return Figures(f"{spread(row['first_batch_s'])} s, including {imports:.2f} s of imports", "aim: 3 s", "")
 
     return find
 
 
 def _peer_bucket(document: Document) -> Figures | None:
     latency_s = max((row["latency_s"] for row in rows_of(document, place="bucket")), default=0.0)
-    return _best_of_peers(document, place="bucket", latency_s=latency_s, ours="voxlane patches")
+    return _best_of_peers(document, place="bucket", latency_s=latency_s, our_contender="voxlane patches")
 
 
 def _peer_disk(document: Document) -> Figures | None:
-    return _best_of_peers(document, place="disk", ours="voxlane patches from disk")
+    return _best_of_peers(document, place="disk", our_contender="voxlane patches from disk")
 
 
-def _best_of_peers(document: Document, *, ours: str, **place: object) -> Figures | None:
-    mine = one(document, contender=ours, **place)
+def _best_of_peers(document: Document, *, our_contender: str, **place: object) -> Figures | None:
+    our_row = first_row(document, contender=our_contender, **place)
     others = [row for row in rows_of(document, **place) if not row["contender"].startswith("voxlane")]
-    theirs = best(others, "samples_per_s", least=False)
-    if mine is None or theirs is None:
+    peer_row = best(others, "samples_per_s", least=False)
+    if our_row is None or peer_row is None:
         return None
-    ratio = times(more(mine["samples_per_s"], theirs["samples_per_s"]))
-    rates = spread(mine["samples_per_s"], 1), spread(theirs["samples_per_s"], 1)
-    return Figures(f"{rates[0]} patches/s", f"the fastest, {theirs['contender']}: {rates[1]}", ratio)
+    ratio = times(more(our_row["samples_per_s"], peer_row["samples_per_s"]))
+    rates = spread(our_row["samples_per_s"], 1), spread(peer_row["samples_per_s"], 1)
+    return Figures(f"{rates[0]} patches/s", f"the fastest, {peer_row['contender']}: {rates[1]}", ratio)
 
 
 def _staged(link_name: str) -> Callable[[Document], Figures | None]:
     def find(document: Document) -> Figures | None:
-        mine, theirs = (one(document, link=link_name, contender=name) for name in ("voxlane", "plain read"))
-        if mine is None or theirs is None:
+        our_row, peer_row = (first_row(document, link=link_name, contender=name) for name in ("voxlane", "plain read"))
+        if our_row is None or peer_row is None:
             return None
-        ratio = times(faster(mine["total_s"], theirs["total_s"]))
-        return Figures(f"{spread(mine['total_s'])} s", f"plain read into memory: {spread(theirs['total_s'])}", ratio)
+        ratio = times(faster(our_row["total_s"], peer_row["total_s"]))
+        return Figures(
+            f"{spread(our_row['total_s'])} s", f"plain read into memory: {spread(peer_row['total_s'])}", ratio
+        )
 
     return find
 
@@ -178,13 +188,13 @@ def _scaling(document: Document) -> Figures | None:
     return Figures(f"{spread(row['efficiency'], 3)} on {row['workers']} workers", "ideal: 1", "")
 
 
-def _step(ours: str, peer: str) -> Callable[[Document], Figures | None]:
+def _step(our_variant: str, peer: str) -> Callable[[Document], Figures | None]:
     def find(document: Document) -> Figures | None:
-        mine, theirs = (one(document, variant=name) for name in (ours, peer))
-        if mine is None or theirs is None:
+        our_row, peer_row = (first_row(document, variant=name) for name in (our_variant, peer))
+        if our_row is None or peer_row is None:
             return None
-        ratio = times(faster(mine["step_ms"], theirs["step_ms"]))
-        return Figures(f"{spread(mine['step_ms'], 1)} ms", f"{peer}: {spread(theirs['step_ms'], 1)}", ratio)
+        ratio = times(faster(our_row["step_ms"], peer_row["step_ms"]))
+        return Figures(f"{spread(our_row['step_ms'], 1)} ms", f"{peer}: {spread(peer_row['step_ms'], 1)}", ratio)
 
     return find
 
@@ -198,11 +208,13 @@ def _from_disk(document: Document) -> Figures | None:
 
 
 def _windows(document: Document) -> Figures | None:
-    ours, plain = (one(document, network=name, mirrored=False) for name in ("ours", "plain"))
-    if ours is None or plain is None:
+    our_row, plain_row = (first_row(document, network=name, mirrored=False) for name in ("ours", "plain"))
+    if our_row is None or plain_row is None:
         return None
-    ratio = plain["median_s"] / ours["median_s"]
-    return Figures(f"{ours['median_s']:.1f} s", f"PyTorch's operations: {plain['median_s']:.1f} s", f"{ratio:.1f}x")
+    ratio = plain_row["median_s"] / our_row["median_s"]
+    return Figures(
+        f"{our_row['median_s']:.1f} s", f"PyTorch's operations: {plain_row['median_s']:.1f} s", f"{ratio:.1f}x"
+    )
 
 
 def _dice(document: Document) -> Figures:
@@ -231,8 +243,8 @@ CHECKPOINT = {"service": "s3", "size_bytes": 300_000_000, "latency_s": 0.02, "te
 MILLION = {"service": "gcs", "keys": 1_000_000}
 AT_20_MS = {"place": "bucket", "latency_s": 0.02}
 CLAIMS = (
-    Claim("bytes that a training sample moves, patches against whole objects", "segmentation_loading", _fewer_bytes),
-    Claim("samples/s of the same, one machine", "segmentation_loading", _more_samples),
+    Claim("bytes transferred per training sample, patches against whole objects", "segmentation_loading", _fewer_bytes),
+    Claim("the same in samples per second, one machine", "segmentation_loading", _more_samples),
     Claim("128-cubed patches from a bucket, 2 workers, against other loaders", "peers", _peer_bucket),
     Claim("the same from local disk", "peers", _peer_disk),
     Claim(
@@ -240,16 +252,16 @@ CLAIMS = (
         "patch_readers",
         lambda d: _rate(d, "patches_per_s", "voxlane", "whole .nii.gz", "patches/s", **AT_20_MS),
     ),
-    Claim("bytes read for such a patch, times its own compressed bytes", "patch_readers", _patch_bytes),
+    Claim("bytes read for such a patch, relative to its own compressed bytes", "patch_readers", _patch_bytes),
     Claim(
-        "the same patches by another reader of the same objects",
+        "the same patches, against another reader of the same objects",
         "patch_readers",
         lambda d: _rate(d, "patches_per_s", "voxlane", "tensorstore", "patches/s", **AT_20_MS),
     ),
     Claim(
         "first batch of 105,000 volumes, from the start of the process: patches", "first_batch", _first_batch("patches")
     ),
-    Claim("the same, whole objects by a saved manifest", "first_batch", _first_batch("whole-object")),
+    Claim("the same, whole objects listed in a saved manifest", "first_batch", _first_batch("whole-object")),
     Claim("an epoch of 100 KiB objects, S3, 20 ms, 2 workers", "loading", lambda d: _seconds(d, **SMALL)),
     Claim(
         "the same on GCS, against Dataflux",
@@ -259,14 +271,14 @@ CLAIMS = (
     Claim("an epoch of 150 MiB objects, S3, 20 ms, 2 workers", "loading", lambda d: _seconds(d, **LARGE)),
     Claim("listing a million keys, GCS, 20 ms", "listing", lambda d: _seconds(d, **MILLION)),
     Claim("saving a 300 MB checkpoint, S3, 20 ms", "checkpoint", lambda d: _seconds(d, operation="save", **CHECKPOINT)),
-    Claim("loading it", "checkpoint", lambda d: _seconds(d, operation="load", **CHECKPOINT)),
+    Claim("loading that checkpoint", "checkpoint", lambda d: _seconds(d, operation="load", **CHECKPOINT)),
     Claim("staging 1 GB on each of 3 nodes, links of 1 Gbit/s", "staging", _staged("1 Gbit/s a node")),
     Claim("the same, links without a limit", "staging", _staged("none")),
     Claim("efficiency of training on many workers, 1 s steps", "scaling", _scaling),
     Claim("a training step of MLPerf's U-Net3D, against its reference", "step", _step("ours", "reference")),
     Claim("the same, against torch.compile", "step", _step("ours", "compile")),
     Claim("a training step of nnU-Net's network, against nnU-Net as it ships", "step", _step("nnunet-ours", "nnunet")),
-    Claim("training from volumes on disk, 2 patches of 128 cubed a step, one H200", "training_disk", _from_disk),
+    Claim("training from volumes on disk, 2 patches of 128 cubed per step, one H200", "training_disk", _from_disk),
     Claim("sliding windows over 400 x 512 x 512 voxels, one H200", "windows", _windows),
     Claim("mean Dice on Hippocampus, one H200", "hippocampus/h200/summary", _dice),
     Claim("checkpoints after kills at random moments", "kill", _kills),
@@ -281,14 +293,14 @@ def claims_table(results: Results) -> str:
     lines = []
     for claim in CLAIMS:
         document = results.get(claim.file)
-        found = None if document is None else claim.find(document)
-        if document is None or found is None:
+        claim_figures = None if document is None else claim.find(document)
+        if document is None or claim_figures is None:
             figures = ["not measured yet", "", ""]
         else:
             quick = " (quick run: do not quote)" if settings(document).get("quick") else ""
-            figures = [found.ours + quick, found.peer, found.ratio]
+            figures = [claim_figures.voxlane + quick, claim_figures.peer, claim_figures.ratio]
         file = link(claim.file) if document is not None else f"{claim.file}.json"
-        lines.append([claim.what, *figures, f"`{COMMANDS[claim.file]}`", file])
+        lines.append([claim.title, *figures, f"`{COMMANDS[claim.file]}`", file])
     return table(header, lines)
 
 
@@ -299,7 +311,7 @@ def claims_table(results: Results) -> str:
 class Defeat:
     """A measurement in which a peer's median was better."""
 
-    what: str
+    measurement: str
     peer: str
     ratio: Spread
     """Ours against theirs, below 1."""
@@ -308,25 +320,27 @@ class Defeat:
 
 def defeats(results: Results) -> list[Defeat]:
     """All of them, the worst first."""
-    found = [*_loading(results), *_listing(results), *_checkpoints(results), *_readers(results), *_peers(results)]
-    found += [*_copies(results), *_steps(results)]
-    return sorted((d for d in found if d.ratio["median"] < 1), key=lambda d: d.ratio["median"])
+    comparisons = [*_loading(results), *_listing(results), *_checkpoints(results), *_readers(results), *_peers(results)]
+    comparisons += [*_copies(results), *_steps(results)]
+    return sorted((d for d in comparisons if d.ratio["median"] < 1), key=lambda d: d.ratio["median"])
 
 
 def defeats_table(results: Results) -> str:
     """The list as a table."""
-    rows = [[d.what, d.peer, times(d.ratio), link(d.file)] for d in defeats(results)]
-    return table(("what", "the peer", "ours against it", "file"), rows)
+    rows = [[d.measurement, d.peer, times(d.ratio), link(d.file)] for d in defeats(results)]
+    return table(("measurement", "peer", "ours relative to the peer", "file"), rows)
 
 
-def _against(document: Document, file: str, keys: tuple[str, ...], what: Callable[[Document], str]) -> Iterator[Defeat]:
+def _against(
+    document: Document, file: str, keys: tuple[str, ...], describe_row: Callable[[Document], str]
+) -> Iterator[Defeat]:
     """Seconds of every contender that is not ours against ours at the same place."""
     for row in rows_of(document):
         if row["contender"].startswith("voxlane") or row["contender"] == "ceiling":
             continue
-        mine = one(document, contender="voxlane", **{key: row[key] for key in keys})
+        mine = first_row(document, contender="voxlane", **{key: row[key] for key in keys})
         if mine is not None:
-            yield Defeat(what(row), row["contender"], faster(mine["total_s"], row["total_s"]), file)
+            yield Defeat(describe_row(row), row["contender"], faster(mine["total_s"], row["total_s"]), file)
 
 
 def _loading(results: Results) -> Iterator[Defeat]:
@@ -380,9 +394,9 @@ def _readers(results: Results) -> Iterator[Defeat]:
     for row in rows_of(document):
         mine = our_reader(document, row)
         if mine is not None:
-            where = "disk" if row["place"] == "disk" else f"a bucket at {row['latency_s'] * 1000:.0f} ms"
+            place = "disk" if row["place"] == "disk" else f"a bucket at {row['latency_s'] * 1000:.0f} ms"
             ratio = more(mine["patches_per_s"], row["patches_per_s"])
-            yield Defeat(f"128-cubed patches from {where}, one process", row["contender"], ratio, "patch_readers")
+            yield Defeat(f"128-cubed patches from {place}, one process", row["contender"], ratio, "patch_readers")
 
 
 def our_reader(document: Document, row: dict[str, Any]) -> dict[str, Any] | None:
@@ -390,7 +404,7 @@ def our_reader(document: Document, row: dict[str, Any]) -> dict[str, Any] | None
     if row["contender"].startswith("voxlane"):
         return None
     alike = "voxlane, 256 MB cache" if "cache" in row["contender"] else "voxlane"
-    return one(document, contender=alike, place=row["place"], latency_s=row["latency_s"])
+    return first_row(document, contender=alike, place=row["place"], latency_s=row["latency_s"])
 
 
 def _peers(results: Results) -> Iterator[Defeat]:
@@ -400,18 +414,18 @@ def _peers(results: Results) -> Iterator[Defeat]:
     for row in rows_of(document):
         if row["contender"].startswith("voxlane"):
             continue
-        place = {"place": row["place"], "latency_s": row["latency_s"]}
+        same_place = {"place": row["place"], "latency_s": row["latency_s"]}
         disk = row["place"] == "disk"
-        mine = one(document, contender="voxlane patches from disk" if disk else "voxlane patches", **place)
+        mine = first_row(document, contender="voxlane patches from disk" if disk else "voxlane patches", **same_place)
         if mine is None:
             continue
-        where = "disk" if disk else f"a bucket at {row['latency_s'] * 1000:.0f} ms"
+        place = "disk" if disk else f"a bucket at {row['latency_s'] * 1000:.0f} ms"
         rate = more(mine["samples_per_s"], row["samples_per_s"])
-        yield Defeat(f"128-cubed patches from {where}, 2 workers", row["contender"], rate, "peers")
+        yield Defeat(f"128-cubed patches from {place}, 2 workers", row["contender"], rate, "peers")
         start = faster(mine["first_batch_s"], row["first_batch_s"])
-        yield Defeat(f"time to the first batch from {where}", row["contender"], start, "peers")
+        yield Defeat(f"time to the first batch from {place}", row["contender"], start, "peers")
         memory = faster(mine["peak_memory_bytes"], row["peak_memory_bytes"])
-        yield Defeat(f"memory while loading from {where}", row["contender"], memory, "peers")
+        yield Defeat(f"memory while loading from {place}", row["contender"], memory, "peers")
 
 
 def _copies(results: Results) -> Iterator[Defeat]:
@@ -419,7 +433,7 @@ def _copies(results: Results) -> Iterator[Defeat]:
     if document is None:
         return
     for row in rows_of(document):
-        mine = one(document, contender="voxlane", link=row["link"])
+        mine = first_row(document, contender="voxlane", link=row["link"])
         if mine is not None and not row["contender"].startswith("voxlane"):
             limit = "without a limit" if row["link"] == "none" else f"of {row['link']}"
             ratio = faster(mine["total_s"], row["total_s"])
@@ -431,12 +445,14 @@ def _steps(results: Results) -> Iterator[Defeat]:
     if document is None:
         return
     for row in rows_of(document):
-        mine = one(document, variant="ours" if row["kind"] == "mlperf" else "nnunet-ours")
+        mine = first_row(document, variant="ours" if row["kind"] == "mlperf" else "nnunet-ours")
         if mine is None or mine is row:
             continue
-        what = f"a training step of {'MLPerf' if row['kind'] == 'mlperf' else 'nnU-Net'}'s network"
-        yield Defeat(what, row["variant"], faster(mine["step_ms"], row["step_ms"]), "step")
-        for name, words in (("peak_bytes", "most memory"), ("held_bytes", "memory held")):
+        step_name = f"a training step of {'MLPerf' if row['kind'] == 'mlperf' else 'nnU-Net'}'s network"
+        yield Defeat(step_name, row["variant"], faster(mine["step_ms"], row["step_ms"]), "step")
+        for name, words in (("peak_bytes", "peak memory"), ("held_bytes", "memory held")):
             if mine[name] and row[name]:
                 ratio = row[name] / mine[name]
-                yield Defeat(f"{words}, {what}", row["variant"], dict.fromkeys(("median", "min", "max"), ratio), "step")
+                yield Defeat(
+                    f"{words}, {step_name}", row["variant"], dict.fromkeys(("median", "min", "max"), ratio), "step"
+                )

@@ -13,6 +13,18 @@ Spread = Mapping[str, float]
 """`median`, `min` and `max` of what was measured several times."""
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
+SCRIPTS = {
+    "loading": "compare_loading.py",
+    "listing": "compare_listing.py",
+    "compose": "compare_composed_download.py",
+    "checkpoint": "compare_checkpoint.py",
+    "patch_readers": "compare_patch_readers.py",
+    "staging": "compare_staging.py",
+    "first_batch": "compare_first_batch.py",
+    "peers": "compare_medical_loaders.py",
+    "segmentation_loading": "compare_whole_objects.py",
+}
+"""Script that writes each result file."""
 LINK = "../benchmarks/results/"
 """From docs/ to the result files."""
 
@@ -40,8 +52,8 @@ class Results:
 
     def machines(self) -> list[str]:
         """Every machine that something was measured on, as the files say."""
-        found = (document["hardware"] for document in self.documents.values() if "hardware" in document)
-        return sorted({machine(hardware) for hardware in found})
+        recorded_hardware = (document["hardware"] for document in self.documents.values() if "hardware" in document)
+        return sorted({machine(hardware) for hardware in recorded_hardware})
 
     def picture(self, name: str, title: str) -> str:
         """The figure of a result, if it was drawn."""
@@ -49,12 +61,12 @@ class Results:
 
 
 def link(name: str) -> str:
-    """A link to a result file."""
+    """Return a link to a result file."""
     return f"[{name}.json]({LINK}{name}.json)"
 
 
 def provenance(name: str, command: str, document: Document) -> str:
-    """Where a section's figures come from: command, file, date, commit, machine."""
+    """Return the command, file, date, commit and machine of a section's figures."""
     load = f", load before {document['load_before']}" if "load_before" in document else ""
     quick = ". **A quick run: do not quote**" if settings(document).get("quick") else ""
     return (
@@ -65,71 +77,71 @@ def provenance(name: str, command: str, document: Document) -> str:
 
 
 def machine(hardware: Mapping[str, Any]) -> str:
-    """A machine in words."""
+    """Return a description of a machine."""
     gpus = f", {' and '.join(hardware['gpus'])}" if hardware.get("gpus") else ""
     return f"{hardware['cpu']}, {hardware['cores']} cores, {hardware['memory_gib']} GiB{gpus}"
 
 
 def settings(document: Document) -> dict[str, Any]:
-    """What was asked for; benchmarks of the command line and those of this folder name it differently."""
-    found: dict[str, Any] = document.get("settings") or document.get("setting") or {}
-    return found
+    """Return the settings; `voxlane bench` and the scripts of this folder store them under different names."""
+    values: dict[str, Any] = document.get("settings") or document.get("setting") or {}
+    return values
 
 
 def missing(command: str) -> str:
-    """In place of figures that there are none of."""
+    """Return the text for a benchmark without a result file."""
     return f"Not measured yet. To measure: `{command}`, then `make bench-report`.\n"
 
 
-def rows_of(document: Document, **wanted: Any) -> list[dict[str, Any]]:
-    """Rows of the summary with these values that did not fail."""
+def rows_of(document: Document, **values: Any) -> list[dict[str, Any]]:
+    """Return the rows of the summary that did not fail and have these values."""
     return [
         row
         for row in document["summary"]
-        if "error" not in row and all(row.get(name) == value for name, value in wanted.items())
+        if "error" not in row and all(row.get(name) == value for name, value in values.items())
     ]
 
 
-def one(document: Document, **wanted: Any) -> dict[str, Any] | None:
-    """The first such row."""
-    return next(iter(rows_of(document, **wanted)), None)
+def first_row(document: Document, **values: Any) -> dict[str, Any] | None:
+    """Return the first such row, or None."""
+    return next(iter(rows_of(document, **values)), None)
 
 
-def faster(ours: Spread, peers: Spread) -> Spread:
-    """How many times the peer's time ours is a part of: the ratio of medians, and the least and the most that the
-    spreads of both allow. Above 1 ours is faster."""
+def faster(our_spread: Spread, peer_spread: Spread) -> Spread:
+    """Return how many times faster ours is: the ratio of medians, with the smallest and largest ratio that both spreads
+    allow."""
     return {
-        "median": peers["median"] / ours["median"],
-        "min": peers["min"] / ours["max"],
-        "max": peers["max"] / ours["min"],
+        "median": peer_spread["median"] / our_spread["median"],
+        "min": peer_spread["min"] / our_spread["max"],
+        "max": peer_spread["max"] / our_spread["min"],
     }
 
 
-def more(ours: Spread, peers: Spread) -> Spread:
-    """The same for rates, of which more is better."""
-    return faster(peers, ours)
+def more(our_spread: Spread, peer_spread: Spread) -> Spread:
+    """Return the same for rates, of which more is better."""
+    return faster(peer_spread, our_spread)
 
 
 def times(ratio: Spread) -> str:
-    """`26.3x (24.9 to 27.4)`, and whether that is slower or not told apart; without a spread where there is none."""
+    """`26.3x (24.9 to 27.4)`, and whether that is slower or not significant; without a spread if there is none."""
     digits = 1 if ratio["median"] >= 9.95 else 2
     if ratio["min"] == ratio["max"]:
         return f"{ratio['median']:.{digits}f}x, no spread" + verdict(ratio)
-    told = f"{ratio['median']:.{digits}f}x ({ratio['min']:.{digits}f} to {ratio['max']:.{digits}f})"
-    return told + verdict(ratio)
+    text = f"{ratio['median']:.{digits}f}x ({ratio['min']:.{digits}f} to {ratio['max']:.{digits}f})"
+    return text + verdict(ratio)
 
 
 def verdict(ratio: Spread) -> str:
-    """Words for ratios that a reader must not take for a gain."""
+    """Return a remark on ratios that are not a gain."""
     if ratio["max"] < 1:
         return ", **slower**"
-    return ", not told apart" if ratio["min"] <= 1 else ""
+    return ", not significant" if ratio["min"] <= 1 else ""
 
 
 def best(rows: Iterable[dict[str, Any]], figure: str, *, least: bool) -> dict[str, Any] | None:
     """The row with the least or the greatest median of a figure."""
-    found = sorted(rows, key=lambda row: row[figure]["median"])
-    return None if not found else found[0] if least else found[-1]
+    ordered = sorted(rows, key=lambda row: row[figure]["median"])
+    return None if not ordered else ordered[0] if least else ordered[-1]
 
 
 def sentence(names: Sequence[str]) -> str:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import PurePath
 
+from markdown_tables import table
 from performance_claims import command_of
 from performance_results import Document, Results, missing, provenance, sentence
-from tables import table
 
 CHECK = "simulator"
 
@@ -32,10 +32,10 @@ def scale(results: Results) -> str:
 
 def _public(document: Document) -> str:
     """The public table beside the simulated one."""
-    found = document["public"]
-    if not found:
+    public = document["public"]
+    if not public:
         return "The settings were not those of the public table.\n\n"
-    fitted = found["fitted"]
+    fitted = public["fitted"]
     rows = [
         [
             f"{row['nodes']:,}",
@@ -46,25 +46,27 @@ def _public(document: Document) -> str:
             f"{row['simulated_requests_per_s']:,.0f}",
             f"{row['simulated_step_s']:.1f}",
         ]
-        for row in found["rows"]
+        for row in public["rows"]
     ]
     header = ("nodes", "public: Gbps, epochs 1 / 2", "simulated", "off by", "public: requests/s", "simulated")
     return (
-        f"Whole objects at the settings of the public demonstration ({found['source']}). Two figures were taken from "
-        f"its table: {fitted['stream_bytes_per_s'] / 1e6:.0f} MB/s a connection (first row) and "
-        f"{fitted['bucket_bytes_per_s'] * 8e-12:.2f} Tbps of the bucket (rows of the plateau). So those rows fit by "
-        f"construction, and only the ones between are predictions. {_steps(found)}\n\n"
+        f"This simulates whole objects with the settings of the public demo ({public['source']}). Two figures were "
+        f"fitted to its table: {fitted['stream_bytes_per_s'] / 1e6:.0f} MB/s per connection (first row) and "
+        f"{fitted['bucket_bytes_per_s'] * 8e-12:.2f} Tbps for the bucket (rows of the plateau). Those rows therefore "
+        f"fit by construction, and only the rows between them are predictions. {_steps(public)}\n\n"
         + table([*header, "step, s"], rows)
         + "\n"
     )
 
 
-def _steps(found: Document) -> str:
+def _steps(public: Document) -> str:
     """How simulated steps compare with what was observed."""
-    least, most = found["observed_step_s"]
-    outside = [f"{r['nodes']:,}" for r in found["rows"] if not least <= r["simulated_step_s"] <= most]
-    told = f"at {sentence(outside)} nodes ours lie outside that" if outside else "ours lie within that"
-    return f"Its authors observed steps of {least:g} to {most:g} s; {told}."
+    least, most = public["observed_step_s"]
+    outside = [f"{r['nodes']:,}" for r in public["rows"] if not least <= r["simulated_step_s"] <= most]
+    step_comparison = (
+        f"at {sentence(outside)} nodes ours are outside that range" if outside else "ours are within that range"
+    )
+    return f"Its authors observed steps of {least:g} to {most:g} s; {step_comparison}."
 
 
 def _rows(document: Document) -> str:
@@ -84,8 +86,8 @@ def _rows(document: Document) -> str:
         for row in document["rows"]
         if row["epoch"] == 1
     ]
-    header = ("mode", "nodes", "epoch, s", "samples/s", "max Gbps", "max requests/s", "stall", "TB an epoch")
-    return "First epochs:\n\n" + table([*header, "simulated in, s"], rows)
+    header = ("mode", "nodes", "epoch, s", "samples/s", "max Gbps", "max requests/s", "stall", "TB per epoch")
+    return "First epochs:\n\n" + table([*header, "time to simulate, s"], rows)
 
 
 def _check(check: Document) -> str:
@@ -106,8 +108,8 @@ def _check(check: Document) -> str:
     ]
     header = ("server", "mode", "processes", "step, s", "measured samples/s", "simulated", "off by")
     return (
-        f"{check['within']} of {len(check['rows'])} within {check['tolerance']:.0%}; off by {check['mean_error']:.0%} "
-        f"on average and by {check['largest_error']:.0%} at most. What a sample costs in bytes, requests and processor "
-        "time is taken from the measured run itself; what is predicted is how these overlap.\n\n"
-        + table([*header, "stall: measured / simulated", "file"], rows)
+        f"{check['within']} of {len(check['rows'])} simulated runs are within {check['tolerance']:.0%} of the measured "
+        f"ones. The error is {check['mean_error']:.0%} on average and {check['largest_error']:.0%} at most. Bytes, "
+        "requests and processor time per sample are taken from the measured run itself; the simulator predicts how "
+        "they overlap.\n\n" + table([*header, "stall: measured / simulated", "file"], rows)
     )

@@ -1,34 +1,35 @@
-"""The sections of docs/performance.md, each made from one result file: prose is here, figures are from the files."""
+"""The sections of docs/performance.md, each made from one result file: the text is here, the figures are from the
+files."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
 
-import step_training_report
+import training_report
+from markdown_tables import SERVICE_NAMES, size_name, spread, table
 from performance_claims import command_of, our_reader
 from performance_results import (
     Document,
     Results,
     best,
     faster,
+    first_row,
     link,
     missing,
     more,
-    one,
     provenance,
     rows_of,
     sentence,
     times,
 )
-from tables import SERVICE_NAMES, size_name, spread, table
 
 Section = Callable[[Results], str]
 ALL_FIGURES = "All figures: [benchmarks/results](../benchmarks/results/README.md).\n"
 
 
 def _section(title: str, name: str, body: Callable[[Results, Document], str]) -> Section:
-    """A section that says so where its file is not there."""
+    """Return a section that reports a missing result file."""
 
     def write(results: Results) -> str:
         document = results.get(name)
@@ -47,34 +48,35 @@ def _segmentation(results: Results, document: Document) -> str:
     setting = document["setting"]
     cases = {leg["mode"]: leg for leg in document["data"]}
     whole = cases.get("whole-object", {}).get("sample_bytes")
-    pause = f"a sleep of {setting['step_time_s']:g} s for a step" if setting["step_time_s"] else "no step at all"
+    pause = f"a sleep of {setting['step_time_s']:g} s as the step" if setting["step_time_s"] else "no step at all"
     text = (
-        f"`voxlane bench loading`, the training loop with {pause}, so that it is the loader that is measured: batches "
-        f"of {setting['batch']} crops of {' x '.join(map(str, setting['patch']))}, {_count(setting['ranks'], 'rank')}, "
-        f"{_count(setting['workers'], 'loader process', 'loader processes')} beside it, {setting['prefetch']} batches "
-        f"on their way, {document['data'][0]['cases']:,} cases ({document.get('volume', 'as they are')}), a sample "
-        f"either as the objects of a case{f' ({whole / 1e6:.0f} MB)' if whole else ''} or as the chunks it needs. "
-        f"Server: {server_words(document['server'])}. Bytes are what the server sent. Median (least to most) of "
-        f"{setting['epochs']} epochs.\n\n"
+        f"`voxlane bench loading` runs the training loop with {pause}, to measure the loader. It loads batches "
+        f"of {setting['batch']} crops of {' x '.join(map(str, setting['patch']))} with "
+        f"{_count(setting['ranks'], 'rank')}, {_count(setting['workers'], 'loader process', 'loader processes')} and "
+        f"{setting['prefetch']} batches prefetched, from {document['data'][0]['cases']:,} cases "
+        f"({document.get('volume', 'as they are')}). A sample is read either as the complete objects of a case"
+        f"{f' ({whole / 1e6:.0f} MB)' if whole else ''} or as the chunks that it needs. Server: "
+        f"{describe_server(document['server'])}. The server counts the bytes that it sends. Figures are the median "
+        f"(minimum to maximum) of {setting['epochs']} epochs.\n\n"
     )
-    header = ["mode", "cache", "samples/s", "Gbps", "requests/s", "MB a sample", "requests a sample", "stall"]
-    header += ["first batch, s", "memory, MiB", "what binds"]
+    header = ["mode", "cache", "samples/s", "Gbps", "requests/s", "MB per sample", "requests per sample", "stall"]
+    header += ["first batch, s", "memory, MiB", "bottleneck"]
     text += table(header, [_loading_epochs(row) for row in document["summary"]])
-    if found := document["comparison"]:
-        same = "the same samples" if found["same_samples"] else "**not** the same samples"
+    if compared := document["comparison"]:
+        same = "the same samples" if compared["same_samples"] else "**not** the same samples"
         text += (
-            f"\nWith cache {found['cache']}, patches move {found['bytes_ratio']:.1f} times fewer bytes, as the "
-            f"{found['counted_by']} counted, and give {found['samples_per_s_ratio']:.1f} times the samples a second "
-            f"({found['samples_per_s_ratio_min']:.1f} to {found['samples_per_s_ratio_max']:.1f}), for {same}. Of the "
-            "bytes, a part is compression, and a part is that a crop is less than a volume; raw volumes that were "
-            "compressed would move fewer.\n"
+            f"\nFor {same} and cache {compared['cache']}, patches transfer {compared['bytes_ratio']:.1f} times fewer "
+            f"bytes, counted by the {compared['counted_by']}, and load {compared['samples_per_s_ratio']:.1f} times the "
+            f"samples per second ({compared['samples_per_s_ratio_min']:.1f} to "
+            f"{compared['samples_per_s_ratio_max']:.1f}). Part of the difference is compression; the rest is that a "
+            "crop is smaller than a volume. Compressed raw volumes would transfer fewer bytes.\n"
         )
     runs = {name: results.documents[name] for name in results.documents if name.startswith("simulator/")}
     if runs:
-        text += "\n### On several processes\n\n`python benchmarks/simulator.py` wrote these, over small volumes; the "
-        text += "simulator is checked against them.\n\n"
+        text += "\n### On several processes\n\n`python benchmarks/check_simulator.py` measured these runs on small "
+        text += "volumes. The simulator is checked against them.\n\n"
         lines = [
-            [str(run["setting"]["ranks"]), f"{run['setting']['step_time_s']:g}", server_words(run["server"]), *cells]
+            [str(run["setting"]["ranks"]), f"{run['setting']['step_time_s']:g}", describe_server(run["server"]), *cells]
             for run in runs.values()
             for cells in map(_loading_epochs, run["summary"])
         ]
@@ -105,29 +107,29 @@ def _loading_epochs(row: dict[str, Any]) -> list[str]:
     ]
 
 
-def server_words(server: Document | None) -> str:
-    """What a server was made to do."""
+def describe_server(server: Document | None) -> str:
+    """Return the kind and the faults of a server in words."""
     if not server:
-        return "one that does not count"
+        return "one without counters"
     faults = server["faults"]
-    told = [f"{faults['latency_s'] * 1000:g} ms a request"] if faults.get("latency_s") else []
-    told += [f"up to {faults['jitter_s'] * 1000:g} ms more"] if faults.get("jitter_s") else []
-    limits = {"bandwidth_bytes_per_s": "a connection", "total_bandwidth_bytes_per_s": "in all"}
-    told += [f"{faults[name] / 1e6:g} MB/s {what}" for name, what in limits.items() if faults.get(name)]
-    told += [f"{faults['requests_per_s']:g} requests/s"] if faults.get("requests_per_s") else []
-    told += [f"{faults['error_rate']:.0%} errors"] if faults.get("error_rate") else []
-    return f"{server['kind']}, {', '.join(told) or 'nothing in the way'}"
+    parts = [f"{faults['latency_s'] * 1000:g} ms per request"] if faults.get("latency_s") else []
+    parts += [f"up to {faults['jitter_s'] * 1000:g} ms more"] if faults.get("jitter_s") else []
+    limits = {"bandwidth_bytes_per_s": "per connection", "total_bandwidth_bytes_per_s": "in all"}
+    parts += [f"{faults[name] / 1e6:g} MB/s {scope}" for name, scope in limits.items() if faults.get(name)]
+    parts += [f"{faults['requests_per_s']:g} requests/s"] if faults.get("requests_per_s") else []
+    parts += [f"{faults['error_rate']:.0%} errors"] if faults.get("error_rate") else []
+    return f"{server['kind']}, {', '.join(parts) or 'no faults'}"
 
 
 # -- peers -------------------------------------------------------------------------------------------------------------
 
 
 def peers(results: Results) -> str:
-    """Other loaders; the text is made beside the benchmark."""
+    """Return the section about other loaders, whose text is in medical_loader_report."""
     document = results.get("peers")
     if document is None:
         return f"## Peers: the same patches by other loaders\n\n{missing(command_of('peers'))}"
-    from peers_report import peers_section
+    from medical_loader_report import peers_section
 
     return peers_section(document).replace("](peers.png)", "](../benchmarks/results/peers.png)")
 
@@ -140,15 +142,15 @@ def _first_batch(results: Results, document: Document) -> str:
     table_mb, manifests = setting["table_bytes"] / 1e6, setting["manifest_bytes"]
     listed = f", the manifests {sentence([f'{b / 1e6:.1f} MB' for b in manifests.values()])}" if manifests else ""
     text = (
-        f"A dataset of {setting['volumes']:,} volumes of {' x '.join(map(str, setting['shape']))} in the bucket, "
-        f"{setting['latency_s'] * 1000:.0f} ms added to every request. Seconds from before the process is started to "
-        f"its first batch of {setting['batch']} crops of {setting['patch'][0]} cubed, and where they go; a fresh "
-        f"process each time, {setting['rounds']} rounds, interleaved, files in the page cache. The table of cases "
-        f"takes {table_mb:.1f} MB in the bucket{listed}. `known` is from having imported all to knowing what there is: "
-        "the table, the manifests, or a listing of the bucket.\n\n"
+        f"The bucket has a dataset of {setting['volumes']:,} volumes of {' x '.join(map(str, setting['shape']))}, with "
+        f"{setting['latency_s'] * 1000:.0f} ms added to every request. The table shows the seconds from just before "
+        f"the process starts to its first batch of {setting['batch']} crops of {setting['patch'][0]} cubed, and how "
+        f"they are spent. Each of {setting['rounds']} interleaved rounds uses a fresh process, with files in the page "
+        f"cache. The table of cases takes {table_mb:.1f} MB in the bucket{listed}. `known` is the time from the last "
+        "import until the cases are known from the table, the manifests or a listing of the bucket.\n\n"
     )
     header = [
-        "way",
+        "method",
         "first batch, s",
         "interpreter",
         "torch",
@@ -174,22 +176,24 @@ def _first_batch(results: Results, document: Document) -> str:
 def _loading(_: Results, document: Document) -> str:
     setting = document["settings"]
     text = (
-        f"One epoch of whole objects, {setting['num_workers']} workers each, {setting['latency_s'] * 1000:.0f} ms "
-        f"added to every request, {setting['rounds']} rounds, interleaved. Against the fastest peer and against the "
-        "others: how many times longer they took.\n\n"
+        f"Every contender loads one epoch of whole objects with {setting['num_workers']} workers, with "
+        f"{setting['latency_s'] * 1000:.0f} ms added to every request, in {setting['rounds']} interleaved rounds. The "
+        "last two columns show how many times longer the peers took.\n\n"
     )
     rows = []
     for service in dict.fromkeys(r["service"] for r in document["summary"]):
         for style in ("map", "iterable"):
             for size in sorted({r["size_bytes"] for r in document["summary"]}):
-                mine = rows_of(document, service=service, style=style, size_bytes=size)
-                ours = next((r for r in mine if r["contender"] == "voxlane"), None)
-                others = sorted((r for r in mine if r is not ours), key=lambda r: float(r["total_s"]["median"]))
-                if ours is None or not others:
+                same_case_rows = rows_of(document, service=service, style=style, size_bytes=size)
+                our_row = next((r for r in same_case_rows if r["contender"] == "voxlane"), None)
+                others = sorted(
+                    (r for r in same_case_rows if r is not our_row), key=lambda r: float(r["total_s"]["median"])
+                )
+                if our_row is None or not others:
                     continue
-                slower = [f"{r['contender']} {times(faster(ours['total_s'], r['total_s']))}" for r in others]
-                rate = f"{ours['bytes_per_s']['median'] / 1e6:,.0f}"
-                place = [SERVICE_NAMES[service], style, size_name(size), spread(ours["total_s"]), rate]
+                slower = [f"{r['contender']} {times(faster(our_row['total_s'], r['total_s']))}" for r in others]
+                rate = f"{our_row['bytes_per_s']['median'] / 1e6:,.0f}"
+                place = [SERVICE_NAMES[service], style, size_name(size), spread(our_row["total_s"]), rate]
                 rows.append([*place, slower[0], "; ".join(slower[1:])])
     header = ("server", "style", "objects", "ours, s", "ours, MB/s", "the fastest peer", "others")
     return text + table(header, rows) + "\n" + ALL_FIGURES
@@ -198,17 +202,20 @@ def _loading(_: Results, document: Document) -> str:
 def _listing(_: Results, document: Document) -> str:
     setting = document["settings"]
     rows = []
-    for ours in rows_of(document, contender="voxlane"):
-        mine = rows_of(document, service=ours["service"], keys=ours["keys"])
-        others = [r for r in mine if not r["contender"].startswith("voxlane")]
-        told = [
-            f"{r['contender']} {spread(r['total_s'])}, {times(faster(ours['total_s'], r['total_s']))}" for r in others
+    for our_row in rows_of(document, contender="voxlane"):
+        same_case_rows = rows_of(document, service=our_row["service"], keys=our_row["keys"])
+        others = [r for r in same_case_rows if not r["contender"].startswith("voxlane")]
+        parts = [
+            f"{r['contender']} {spread(r['total_s'])}, {times(faster(our_row['total_s'], r['total_s']))}"
+            for r in others
         ]
-        rows.append([SERVICE_NAMES[ours["service"]], f"{ours['keys']:,}", spread(ours["total_s"]), "; ".join(told)])
+        rows.append(
+            [SERVICE_NAMES[our_row["service"]], f"{our_row['keys']:,}", spread(our_row["total_s"]), "; ".join(parts)]
+        )
     return (
-        f"All keys into memory, {setting['latency_s'] * 1000:.0f} ms added to every request, ours with up to "
-        f"{setting['concurrency']} requests in flight.\n\n"
-        + table(("server", "keys", "ours, s", "peers, s, and how many times longer"), rows)
+        f"Every contender reads all keys into memory, with {setting['latency_s'] * 1000:.0f} ms added to every "
+        f"request. Ours has up to {setting['concurrency']} requests in flight.\n\n"
+        + table(("server", "keys", "ours, s", "peers, s, and how many times longer they took"), rows)
         + "\n"
         + ALL_FIGURES
     )
@@ -217,12 +224,13 @@ def _listing(_: Results, document: Document) -> str:
 def _compose(_: Results, document: Document) -> str:
     pays = [r for r in document["summary"] if "error" not in r and r["speedup"] > 1]
     text = (
-        'Joining small objects on the server before reading them (`compose="on"`) against plain concurrent reads, ours '
-        f"both times; above 1 joining is faster. It was in {len(pays)} of {len(document['summary'])} settings, and in "
-        "none where a join takes longer than a read, as on the real service; so it is off unless asked for.\n\n"
+        'This compares our composed download (`compose="on"`), which joins small objects on the server before reading '
+        "them, with our plain concurrent reads. A ratio above 1 means that composed download was faster. It was faster "
+        f"in {len(pays)} of {len(document['summary'])} settings, and in none where a join takes longer than a read, as "
+        "on the real service. It is therefore off by default.\n\n"
     )
     if any("compose 150" in row["setting"] for row in pays):
-        text = text.replace("and in none where", "also in some where")
+        text = text.replace("and in none where", "including some where")
     sizes = sorted({r["size_bytes"] for r in document["summary"]})
     rows = []
     for setting in dict.fromkeys(r["setting"] for r in document["summary"]):
@@ -238,22 +246,22 @@ def _compose(_: Results, document: Document) -> str:
 
 def _checkpoints(_: Results, document: Document) -> str:
     rows = []
-    for ours in rows_of(document, contender="voxlane"):
-        place = {n: ours[n] for n in ("service", "latency_s", "operation", "size_bytes", "tensors")}
+    for our_row in rows_of(document, contender="voxlane"):
+        place = {n: our_row[n] for n in ("service", "latency_s", "operation", "size_bytes", "tensors")}
         others = [r for r in rows_of(document, **place) if r["contender"] not in ("voxlane", "ceiling")]
         fastest = best(others, "total_s", least=True)
         if fastest is None:
             continue
-        memory = f"{ours['extra_bytes']['max'] / 1e6:,.0f} / {fastest['extra_bytes']['max'] / 1e6:,.0f}"
+        memory = f"{our_row['extra_bytes']['max'] / 1e6:,.0f} / {fastest['extra_bytes']['max'] / 1e6:,.0f}"
         rows.append(
             [
-                ours["operation"],
-                f"{ours['size_bytes'] / 1e6:,.0f} MB{', small tensors' if ours['tensors'] == 'small' else ''}",
-                f"{SERVICE_NAMES[ours['service']]}, {ours['latency_s'] * 1000:.0f} ms",
-                spread(ours["total_s"]),
+                our_row["operation"],
+                f"{our_row['size_bytes'] / 1e6:,.0f} MB{', small tensors' if our_row['tensors'] == 'small' else ''}",
+                f"{SERVICE_NAMES[our_row['service']]}, {our_row['latency_s'] * 1000:.0f} ms",
+                spread(our_row["total_s"]),
                 f"{fastest['contender']} {spread(fastest['total_s'])}",
-                times(faster(ours["total_s"], fastest["total_s"])),
-                f"{ours['of_ceiling']:.0%}" if "of_ceiling" in ours else "",
+                times(faster(our_row["total_s"], fastest["total_s"])),
+                f"{our_row['of_ceiling']:.0%}" if "of_ceiling" in our_row else "",
                 memory,
             ]
         )
@@ -261,11 +269,11 @@ def _checkpoints(_: Results, document: Document) -> str:
     header = ("operation", "size", "server", "ours, s", "fastest peer, s", "ours is faster by", "of the ceiling")
     failed = sorted({r["contender"] for r in document["summary"] if "error" in r})
     text = (
-        "One file, one process, against the fastest peer of each line. The ceiling is the engine moving as many bytes "
-        "from or to memory. What was loaded was compared with what was saved. Extra memory is beyond the state "
-        "itself.\n\n"
+        "One process saves or loads one file. Each row compares ours with the fastest peer. The ceiling is the rate at "
+        "which the engine moves the same number of bytes from or to memory. Loaded values were compared with the saved "
+        "ones. Extra memory excludes the state itself.\n\n"
     )
-    text += table([*header, "extra memory, MB: ours / theirs"], rows)
+    text += table([*header, "extra memory, MB: ours / peer"], rows)
     if failed:
         text += f"\n{sentence(failed).capitalize()} failed to save; the error is in the result file.\n"
     return text + "\n" + ALL_FIGURES
@@ -277,34 +285,34 @@ def _checkpoints(_: Results, document: Document) -> str:
 def _patch_readers(_: Results, document: Document) -> str:
     setting = document["settings"]
     text = (
-        f"{setting['patches']} patches of {setting['patch']} cubed with labels from two volumes of "
-        f"{' x '.join(map(str, setting['shape']))} ({setting['volume']}), {setting['in_flight']} in flight, one "
-        "process. The others read the same Zarr objects, but for whole .nii.gz files. Readers with a cache are "
-        f"compared with ours with one. {_faster_readers(document)}\n\n"
+        f"One process reads {setting['patches']} patches of {setting['patch']} cubed with labels from two volumes of "
+        f"{' x '.join(map(str, setting['shape']))} ({setting['volume']}), with {setting['in_flight']} in flight. All "
+        "readers read the same Zarr objects, except the one that reads whole .nii.gz files. Peers with a cache are "
+        f"compared with our reader with a cache. {_faster_readers(document)}\n\n"
     )
     rows = []
     for row in rows_of(document):
-        ours = our_reader(document, row)
-        where = "disk" if row["place"] == "disk" else f"bucket, {row['latency_s'] * 1000:.0f} ms"
-        ratio = "" if ours is None else times(more(ours["patches_per_s"], row["patches_per_s"]))
+        our_row = our_reader(document, row)
+        place = "disk" if row["place"] == "disk" else f"bucket, {row['latency_s'] * 1000:.0f} ms"
+        ratio = "" if our_row is None else times(more(our_row["patches_per_s"], row["patches_per_s"]))
         counted = ["", ""]
         if "times_own_bytes" in row:
             counted = [f"{row['times_own_bytes']['median']:.2f}", f"{row['requests_per_patch']['median']:.1f}"]
-        rows.append([where, row["contender"], spread(row["patches_per_s"], 1), ratio, *counted])
-    header = ("from", "reader", "patches/s", "ours is faster by", "times the patch's own bytes", "requests a patch")
+        rows.append([place, row["contender"], spread(row["patches_per_s"], 1), ratio, *counted])
+    header = ("from", "reader", "patches/s", "ours is faster by", "times the patch's own bytes", "requests per patch")
     return text + table(header, rows) + "\n" + ALL_FIGURES
 
 
 def _faster_readers(document: Document) -> str:
-    """A sentence about those that beat ours."""
+    """Return a sentence about the readers that were faster than ours."""
     lost: dict[str, int] = {}
     for row in rows_of(document):
-        ours = our_reader(document, row)
-        if ours is not None and ours["patches_per_s"]["median"] < row["patches_per_s"]["median"]:
+        our_row = our_reader(document, row)
+        if our_row is not None and our_row["patches_per_s"]["median"] < row["patches_per_s"]["median"]:
             lost[row["contender"]] = lost.get(row["contender"], 0) + 1
     places = len({(row["place"], row["latency_s"]) for row in document["summary"]})
-    told = [f"{name} at {count} of {places} places" for name, count in lost.items()]
-    return f"Faster than ours: {sentence(told)}." if told else "None was faster than ours."
+    parts = [f"{name} in {count} of {places} settings" for name, count in lost.items()]
+    return f"Faster than ours: {sentence(parts)}." if parts else "None was faster than ours."
 
 
 # -- staging, scaling --------------------------------------------------------------------------------------------------
@@ -314,16 +322,16 @@ def _staging(_: Results, document: Document) -> str:
     setting = document["settings"]
     rows = []
     for row in rows_of(document):
-        read = one(document, link=row["link"], contender="plain read")
+        read = first_row(document, link=row["link"], contender="plain read")
         ratio = "" if read is None or read is row else times(faster(row["total_s"], read["total_s"]))
         cpu = f"{row['client_cpu_s']['median']:.1f} / {row['server_cpu_s']['median']:.1f}"
         rows.append([row["link"], row["contender"], spread(row["total_s"]), ratio, cpu])
     return (
-        f"{setting['objects']:,} objects of {setting['object_bytes'] / 1e6:g} MB onto the folders of "
-        f"{setting['nodes']} nodes at once, beside a plain parallel read of the same bytes into memory. A copy is "
-        "listed, checksummed, "
-        "written and recorded. The nodes are processes of one machine, which also serves.\n\n"
-        + table(("link", "what", "seconds", "against the plain read", "CPU, s: client / server"), rows)
+        f"This stages {setting['objects']:,} objects of {setting['object_bytes'] / 1e6:g} MB on each of "
+        f"{setting['nodes']} nodes at once and compares that with a plain parallel read of the same bytes into memory. "
+        "Staging also lists, checksums, writes and records the objects. The nodes are processes on one machine, which "
+        "also runs the server.\n\n"
+        + table(("link", "method", "seconds", "against the plain read", "CPU, s: client / server"), rows)
     )
 
 
@@ -344,12 +352,12 @@ def _scaling(_: Results, document: Document) -> str:
         for row in document["trials"]
     ]
     return (
-        f"Ranks are processes of one machine on Ray; the arithmetic of a step is a wait of {setting['step_time_s']:g} "
-        "s, all else is real (what exactly: [benchmarks/README.md](../benchmarks/README.md)). It shows what the "
-        "framework costs, not how a GPU cluster scales; no peer was measured.\n\n"
-        + table(("workers", "patches/s", "efficiency", "gradients waited for", "start-up, s"), workers)
+        "Ranks are processes on one machine, started by Ray. The arithmetic of a step is replaced by a wait of "
+        f"{setting['step_time_s']:g} s; everything else is real ([benchmarks/README.md](../benchmarks/README.md)). "
+        "This shows the overhead of the framework, not how a GPU cluster scales. No peer was measured.\n\n"
+        + table(("workers", "patches/s", "efficiency", "waiting for gradients", "start-up, s"), workers)
         + f"\n{setting['trials']} trials of {setting['trial_time_s']:g} s each:\n\n"
-        + table(("at once", "makespan, s", "ideal, s", "efficiency"), trials)
+        + table(("concurrent trials", "makespan, s", "ideal, s", "efficiency"), trials)
     )
 
 
@@ -360,12 +368,13 @@ def _step(_: Results, document: Document) -> str:
     setting, floor = document["setting"], document["floor"]
     patch = " x ".join(map(str, setting["patch"]))
     text = (
-        f"One training step (forward, loss, backward, optimizer) of {setting['batch']} patches of {patch}, "
-        f"{setting['channels']} channel, {setting['outputs']} outputs, on one {setting['device']}: all variants in one "
-        f"process, in turns, {setting['rounds']} rounds of {setting['steps']} steps, patches on the device. The median "
-        "(least to most) is of the rounds' medians. The floor is the convolutions' arithmetic at the rate of a large "
-        f"matrix product in the same run, {floor['matrix_flops_per_s'] / 1e12:,.0f} TFLOP/s; a copy moved "
-        f"{floor['copy_bytes_per_s'] / 1e12:.2f} TB/s. What each variant is: [step.md](step.md).\n\n"
+        f"This measures one training step (forward, loss, backward, optimizer) on one {setting['device']}, with "
+        f"{setting['batch']} patches of {patch}, {setting['channels']} channel and {setting['outputs']} outputs. All "
+        f"variants run in one process, in turns, for {setting['rounds']} rounds of {setting['steps']} steps, with "
+        "patches already on the device. Figures are the median (minimum to maximum) of the medians of the rounds. The "
+        "floor is the arithmetic of the convolutions at the rate of a large matrix product in the same run, "
+        f"{floor['matrix_flops_per_s'] / 1e12:,.0f} TFLOP/s; a copy moved "
+        f"{floor['copy_bytes_per_s'] / 1e12:.2f} TB/s. [step.md](step.md) describes the variants.\n\n"
     )
     first: dict[str, dict[str, Any]] = {}
     lines = []
@@ -378,14 +387,20 @@ def _step(_: Results, document: Document) -> str:
         memory = ["" if row[n] is None else f"{row[n] / 2**30:.1f}" for n in ("peak_bytes", "held_bytes")]
         cells = [spread(row["step_ms"]), ratio, f"{row['patches_per_s']['median']:.1f}", f"{row['times_floor']:.2f}"]
         lines.append([row["variant"], *cells, f"{row['first_s']:.1f}", *memory, _loss(row)])
-    header = ["variant", "ms a step", "faster than the first of its kind", "patches/s", "times the floor"]
+    header = [
+        "variant",
+        "ms per step",
+        "faster than the first variant of the same network",
+        "patches/s",
+        "times the floor",
+    ]
     text += table([*header, "start-up, s", "peak GiB", "held GiB", "loss: first, last"], lines)
-    told = [row for row in rows_of(document) if row["profile"]]
-    if told:
-        groups = told[0]["profile"]["groups_ms"]
-        parts = [[name, *(f"{row['profile']['groups_ms'][name]:.2f}" for row in told)] for name in groups]
-        text += "\nWhere the milliseconds go, by the kernels' names:\n\n"
-        text += table(["part", *(row["variant"] for row in told)], parts)
+    profiled = [row for row in rows_of(document) if row["profile"]]
+    if profiled:
+        groups = profiled[0]["profile"]["groups_ms"]
+        parts = [[name, *(f"{row['profile']['groups_ms'][name]:.2f}" for row in profiled)] for name in groups]
+        text += "\nMilliseconds by group of kernels:\n\n"
+        text += table(["group", *(row["variant"] for row in profiled)], parts)
     notes = [f"{row['variant']}: {note}" for row in document["summary"] for note in row["notes"]]
     return text + (f"\n{'; '.join(notes)}.\n" if notes else "")
 
@@ -402,10 +417,11 @@ def _windows(_: Results, document: Document) -> str:
         for row in document["summary"]
     ]
     return (
-        f"A volume of {' x '.join(map(str, setting['shape']))} voxels (noise) in the machine's memory, MLPerf's "
-        f"U-Net3D in bfloat16 with weights as they begin, windows of {setting['patch']} cubed, "
-        f"{setting['batch']} at once, overlapping by half, from the call to the logits in the machine's memory. The "
-        f"logits of both networks are apart by {document['relative_difference']:.1e} of their length.\n\n"
+        f"This predicts a volume of {' x '.join(map(str, setting['shape']))} voxels (noise) in the machine's memory "
+        "with MLPerf's U-Net3D in bfloat16 with initial weights. Windows of "
+        f"{setting['patch']} cubed overlap by half, and {setting['batch']} are computed at once. The time runs from "
+        "the call until the logits are in the machine's memory. The relative difference between the logits of both "
+        f"networks is {document['relative_difference']:.1e}.\n\n"
         + table(("network", "mirrorings", "seconds", "peak GiB"), rows)
     )
 
@@ -422,7 +438,7 @@ def _loss(row: dict[str, Any]) -> str:
 
 
 def accuracy(results: Results) -> str:
-    """Dice of the runs that were kept."""
+    """Return the section about the Dice of the stored runs."""
     rows = []
     for name in sorted({name.split("/")[1] for name in results.documents if name.startswith("hippocampus/")}):
         scores, run, stall = (results.get(f"hippocampus/{name}/{file}") for file in ("summary", "run", "stall"))
@@ -439,23 +455,23 @@ def accuracy(results: Results) -> str:
         return text + missing(command_of("hippocampus/h200/summary"))
     return (
         text
-        + "Decathlon Task04, fold 0, scored in the scans' own grid; commands in `benchmarks/hippocampus.py`.\n\n"
+        + "Decathlon Task04, fold 0, scored in the scans' own grid. `benchmarks/hippocampus.py` lists the commands.\n\n"
         + table(("device, preset", "training", "mean Dice", "anterior / posterior", "cases held out", "file"), rows)
         + "\nThe peer, nnU-Net 2.8.1 as it ships, reached a mean Dice of 0.891 in 299 s on one H200, with all 217 "
-        "cases trained on and other cases held out: not the same cases, and no result file of it was kept, so the two "
-        "are near each other and no more can be said. The cases held out here also chose the weights of the H200 run.\n"
+        "cases for training and other cases held out. The cases differ and its result file was not stored, so the "
+        "figures are only roughly comparable. The cases held out here also selected the weights of the H200 run.\n"
     )
 
 
 def kills(results: Results) -> str:
-    """What was survived."""
+    """Return the section about kill tests."""
     text = "## Kill tests\n\n"
-    for name, what in (("kill", "Saving processes killed"), ("kill_training", "Runs on Ray killed")):
+    for name, killed_processes in (("kill", "Saving processes killed"), ("kill_training", "Runs on Ray killed")):
         document = results.get(name)
         if document is None:
-            text += f"{what}: {missing(command_of(name))}\n"
+            text += f"{killed_processes}: {missing(command_of(name))}\n"
             continue
-        text += f"{what} at random moments, seed {document['seed']}: {document['summary']}.\n\n"
+        text += f"{killed_processes} at random moments (seed {document['seed']}): {document['summary']}.\n\n"
         text += provenance(name, command_of(name, document), document) + "\n"
     return text.rstrip("\n") + "\n"
 
@@ -474,9 +490,9 @@ SECTIONS: tuple[Section, ...] = (
     _section("A training step", "step", _step),
     _section("Sliding windows", "windows", _windows),
     accuracy,
-    _section("Accuracy by the clock", "training_hippocampus", step_training_report.hippocampus),
-    _section("The fast path against the plain one", "training_curves", step_training_report.curves),
-    _section("Training from disk", "training_disk", step_training_report.disk),
+    _section("Accuracy by the clock", "training_hippocampus", training_report.hippocampus),
+    _section("The fast path against the plain one", "training_curves", training_report.curves),
+    _section("Training from disk", "training_disk", training_report.disk),
     kills,
 )
 """In the page's order; the simulator's goes after the first batch's."""

@@ -19,9 +19,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import ScalarFormatter
 
-import tables
+import markdown_tables
+from markdown_tables import SERVICE_NAMES, hardware_line, size_name
 from performance_results import RESULTS
-from tables import SERVICE_NAMES, hardware_line, size_name
 
 OURS = "#d1495b"
 PEERS = ("#30638e", "#6a9fb5", "#8d99ae", "#b8b8a8")
@@ -71,35 +71,33 @@ def main() -> None:
             documents[name] = json.loads((folder / f"{name}.json").read_text())
             draw(documents[name], folder / f"{name}.png")
             print(f"wrote {name}.png")
-    (folder / "README.md").write_text(tables.readme(documents))
+    (folder / "README.md").write_text(markdown_tables.readme(documents))
     print("wrote README.md")
 
 
 def _elsewhere() -> dict[str, Callable[[dict[str, Any], Path], None]]:
     """Figures that are drawn by the code that makes the results."""
-    import step_training_report
-    from voxlane.bench import loading_report, scaling_report, step_report
+    import training_report
+    from voxlane.bench.loading import report as loading_report
+    from voxlane.bench.scaling import report as scaling_report
+    from voxlane.bench.simulator import report as simulator_report
+    from voxlane.bench.step import report as step_report
 
     def peers(document: dict[str, Any], path: Path) -> None:
-        from peers_report import draw_peers
+        from medical_loader_report import draw_peers
 
         draw_peers(document, path)
-
-    def scale(document: dict[str, Any], path: Path) -> None:
-        from voxlane.bench.scale import plots
-
-        plots.draw(document, path)
 
     return {
         "peers": peers,
         "scaling": scaling_report.draw,
         "step": step_report.draw,
         "segmentation_loading": loading_report.draw,
-        "scale": scale,
-        "simulator": scale,
-        "training_hippocampus": step_training_report.draw_hippocampus,
-        "training_curves": step_training_report.draw_curves,
-        "training_disk": step_training_report.draw_disk,
+        "scale": simulator_report.draw,
+        "simulator": simulator_report.draw,
+        "training_hippocampus": training_report.draw_hippocampus,
+        "training_curves": training_report.draw_curves,
+        "training_disk": training_report.draw_disk,
     }
 
 
@@ -121,7 +119,7 @@ def draw_loading(document: dict[str, Any]) -> Figure:
     settings = document["settings"]
     figure.suptitle(
         f"One epoch, {settings['latency_s'] * 1000:.0f} ms added to every request, {settings['num_workers']} workers "
-        f"(median of {settings['rounds']}, bars: least to most)"
+        f"(median of {settings['rounds']}, bars: minimum to maximum)"
     )
     return figure
 
@@ -176,7 +174,7 @@ def draw_listing(document: dict[str, Any]) -> Figure:
     axes.grid(which="both", alpha=0.25)
     axes.legend(fontsize=8)
     latency_ms = document["settings"]["latency_s"] * 1000
-    axes.set_title(f"Listing, {latency_ms:.0f} ms added to every request (median, least to most)")
+    axes.set_title(f"Listing, {latency_ms:.0f} ms added to every request (median, minimum to maximum)")
     return figure
 
 
@@ -228,7 +226,7 @@ def draw_checkpoint(document: dict[str, Any]) -> Figure:
             axes.set_title(f"{operation}, {SERVICE_NAMES[service]}{added}")
         line[0].set_ylabel("MB/s")
         line[0].legend(fontsize=8, loc="upper left", ncols=3)
-    figure.suptitle("Single-file checkpoints (median, bars: least to most); client and server share the cores")
+    figure.suptitle("Single-file checkpoints (median, bars: minimum to maximum); client and server share the cores")
     return figure
 
 
@@ -249,7 +247,7 @@ def draw_patch_readers(document: dict[str, Any]) -> Figure:
     panels[-1].axvline(3.0, color="#333333", linewidth=1, linestyle="--")
     panels[-1].set_title("bytes / the patch's own bytes, 20 ms")
     panels[-1].set_xlabel("times (dashed: 3)")
-    figure.suptitle("Patches of 128 cubed from 512 x 512 x 300 (median, bars: least to most)")
+    figure.suptitle("Patches of 128 cubed from 512 x 512 x 300 (median, bars: minimum to maximum)")
     return figure
 
 
@@ -298,9 +296,9 @@ def draw_first_batch(document: dict[str, Any]) -> Figure:
         left = [a + b for a, b in zip(left, seconds, strict=True)]
     for place, row in enumerate(rows):
         total = row["first_batch_s"]
-        told = f"{total['median']:.2f} s ({total['min']:.2f} to {total['max']:.2f})"
+        label = f"{total['median']:.2f} s ({total['min']:.2f} to {total['max']:.2f})"
         box = {"facecolor": "white", "edgecolor": "none", "pad": 1}
-        axes.annotate(told, (left[place], place), (5, -3), textcoords="offset points", fontsize=8, bbox=box)
+        axes.annotate(label, (left[place], place), (5, -3), textcoords="offset points", fontsize=8, bbox=box)
     axes.axvline(3.0, color="#333333", linewidth=1, linestyle="--", zorder=0)
     axes.margins(x=0.2)
     axes.set_xlabel("seconds since before the process was started (medians of steps; dashed: 3 s)")

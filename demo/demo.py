@@ -1,8 +1,8 @@
 """The demo: a bucket of scans becomes a segmentation model with its scores and pictures, on this machine alone.
 
-Starts the local object store, fills it with phantom abdomens laid out as KiTS19 is, and runs voxlane's commands on it
-as one would on a cloud's bucket: prepare, train, evaluate, report, predict. Everything is written into the bucket; what
-is worth looking at is then downloaded.
+It starts the local object store, fills it with phantom abdomens in the layout of KiTS19, and runs voxlane's commands on
+it as on a cloud bucket: prepare, train, evaluate, report, predict. Everything is written to the bucket; the results are
+then downloaded.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from tqdm import tqdm
 
 from voxlane import Store, list_objects
 from voxlane.cli.main import main as command_line
-from voxlane.sizes import written
+from voxlane.sizes import format_bytes
 from voxlane.testing import Emulator
 
 if TYPE_CHECKING:
@@ -32,9 +32,9 @@ if TYPE_CHECKING:
 
 RAW, PREPARED, RUN = "gs://demo/kits19", "gs://demo/prepared", "gs://demo/runs/first"
 NEW_CASE = 1009
-"""The number of a phantom that is in no dataset, and has a tumour of common size."""
+"""Number of a phantom that is not in the dataset and has a tumour of typical size."""
 PATCH = "[32,64,64]"
-"""Small, so that two cores train on enough of them in two minutes."""
+"""Patch size: small, so that two cores train on enough patches in two minutes."""
 TRAINING = (
     "preset=small",
     "fold=3",
@@ -52,7 +52,7 @@ TRAINING = (
 
 
 def main() -> None:
-    """Run the demo and say what happened."""
+    """Run the demo and print its results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("demo-out"), help="folder for the report and the pictures")
     parser.add_argument("--cases", type=int, default=24, help="phantoms to make (default 24)")
@@ -60,38 +60,42 @@ def main() -> None:
     parser.add_argument("overrides", metavar="field=value", nargs="*", help="fields of the training to change")
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
-    began = time.monotonic()
+    started_at = time.monotonic()
     with Emulator() as server:
         server.create_bucket("demo")
         os.environ["STORAGE_EMULATOR_HOST"] = server.url  # as `voxlane emulator` tells its user to
         run(server, options.out, options.cases, options.size, options.overrides)
-    print(f"\nin all {time.monotonic() - began:.0f} s")
+    print(f"\nin all {time.monotonic() - started_at:.0f} s")
 
 
 def run(server: Emulator, out: Path, cases: int, size: int, overrides: Sequence[str]) -> None:
-    """Every step of the job, and what it came to."""
-    say("a bucket of scans: phantoms of contrast-enhanced CT with kidneys and tumours, in a local object store")
+    """Run every step of the job and print its results."""
+    print_heading(
+        "a bucket of scans: phantoms of contrast-enhanced CT with kidneys and tumours, in a local object store"
+    )
     print(f"$ export STORAGE_EMULATOR_HOST={server.url}")
     for _ in tqdm(phantom.write(RAW, cases, size=size), "making scans", cases, unit="case", disable=None):
         pass
     voxlane("ls", RAW + "/", "--total")
 
-    say("check, plan and write the scans as chunked volumes")
+    print_heading("check, plan and write the scans as chunked volumes")
     voxlane("prepare", RAW, PREPARED, f"plan.patch={PATCH}")
 
-    say("train on patches streamed from the bucket")
+    print_heading("train on patches streamed from the bucket")
     server.reset_counters()
     voxlane("train", PREPARED, "--run", RUN, *TRAINING, *overrides, *quiet())
     trained = server.counters()
 
-    say("score the cases that were held out")
-    voxlane("evaluate", RUN, "predict.checkpoint=last")  # the best were chosen by these very cases
+    print_heading("score the cases that were held out")
+    voxlane(
+        "evaluate", RUN, "predict.checkpoint=last"
+    )  # these cases selected the best weights, so the last ones are scored
     voxlane("report", RUN)
 
-    say("segment a scan that nobody has seen")
+    print_heading("segment a new scan")
     segment_new_scan(out, size)
 
-    say("what came out")
+    print_heading("results")
     download(out)
     print(dice_table())
     print(f"\n{traffic_table(trained)}")
@@ -99,13 +103,13 @@ def run(server: Emulator, out: Path, cases: int, size: int, overrides: Sequence[
     print(f"pictures  {out / 'overlays'}, {out / 'new_scan.png'}\nmasks     {out / 'masks'}")
 
 
-def say(what: str) -> None:
-    """The heading of a step."""
-    print(f"\n── {what}", flush=True)
+def print_heading(title: str) -> None:
+    """Print the heading of a step."""
+    print(f"\n── {title}", flush=True)
 
 
 def quiet() -> list[str]:
-    """A progress bar redraws itself on a terminal; in a file it would be noise."""
+    """Return the option that turns off progress bars if the output is not a terminal."""
     return [] if sys.stderr.isatty() else ["--no-progress"]
 
 
@@ -120,7 +124,7 @@ def voxlane(*words: str) -> None:
 
 @contextmanager
 def argv(*words: str) -> Iterator[None]:
-    """A run keeps the command it was started by."""
+    """Set sys.argv for the block, because a run records its command line."""
     before, sys.argv = sys.argv, list(words)
     try:
         yield
@@ -129,8 +133,8 @@ def argv(*words: str) -> Iterator[None]:
 
 
 def segment_new_scan(out: Path, size: int) -> None:
-    """Write a raw scan to disk, predict it, and draw the mask beside what is true."""
-    from voxlane.train.pictures import overlay_png
+    """Write a raw scan to disk, predict it, and draw the mask beside the true labels."""
+    from voxlane.train.pictures import png, row
     from voxlane.volume.scan import read_label, read_scan
 
     new = phantom.make(NEW_CASE, size=size)
@@ -145,11 +149,12 @@ def segment_new_scan(out: Path, size: int) -> None:
     print(f"in truth: kidney {kidney:.1f} ml, tumour {tumour:.1f} ml")
     shape = " x ".join(map(str, geometry.shape))
     print(f"the mask has the scan's own grid: {shape} voxels of {spacing_text(geometry.spacing)} mm, and its affine")
-    (out / "new_scan.png").write_bytes(overlay_png(read.image[0].astype("float32"), true, predicted, geometry.spacing))
+    picture = row(read.image[0].astype("float32"), true, predicted, geometry.spacing)
+    (out / "new_scan.png").write_bytes(png(picture))
 
 
 def spacing_text(spacing: Sequence[float]) -> str:
-    """Such as 5.25 x 3.9 x 3.9."""
+    """Format a spacing, such as 5.25 x 3.9 x 3.9."""
     return " x ".join(f"{mm:.3g}" for mm in spacing)
 
 
@@ -157,27 +162,27 @@ def download(out: Path) -> None:
     """Fetch the report, the overlays and one held-out case's mask."""
     store = Store(RUN)
     folder = "runs/first/evaluation/validation/"
-    found = [entry.key for entry in list_objects(f"gs://demo/{folder}")]
-    overlays = [key for key in found if key.startswith(f"{folder}overlays/")]
-    first_mask = min(key for key in found if key.startswith(f"{folder}masks/"))
-    wanted = {key: out / key.removeprefix(folder) for key in [*overlays, first_mask]}
-    for key, path in {"runs/first/report.html": out / "report.html", **wanted}.items():
+    keys = [entry.key for entry in list_objects(f"gs://demo/{folder}")]
+    overlays = [key for key in keys if key.startswith(f"{folder}overlays/")]
+    first_mask = min(key for key in keys if key.startswith(f"{folder}masks/"))
+    downloads = {key: out / key.removeprefix(folder) for key in [*overlays, first_mask]}
+    for key, path in {"runs/first/report.html": out / "report.html", **downloads}.items():
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(bytes(store.get(key)))
 
 
 def dice_table() -> str:
-    """The held-out cases' scores, as `voxlane evaluate` wrote them."""
-    from voxlane.train.evaluate import Evaluation, table
-    from voxlane.train.run import Run, Trained
+    """Return the scores of the held-out cases, as `voxlane evaluate` wrote them."""
+    from voxlane.train.evaluate import EvaluationResult, format_table
+    from voxlane.train.run import Run, TrainedRun
 
     run = Run(RUN)
     summary = run.read_json("evaluation/validation/summary.json")
-    return table(Evaluation(summary, [], run.where), Trained.of(run).description)
+    return format_table(EvaluationResult(summary, [], run.folder_uri), TrainedRun.load(run).description)
 
 
 def traffic_table(trained: Counters) -> str:
-    """What training read from the bucket, as the server counted it, beside what whole objects would have come to."""
+    """Return a table of what training read from the bucket by the server's count, and what whole objects would need."""
     from voxlane.train.run import Run
 
     patches = Run(RUN).read_json("stall.json")["patches"]
@@ -188,7 +193,7 @@ def traffic_table(trained: Counters) -> str:
         ("voxlane, as the server counted it", trained.get.bytes_out, trained.get.requests),
     ]
     lines = [f"{f'read from the bucket for {patches:,} patches':<44}{'bytes':>11}{'requests':>10}"]
-    lines += [f"{name:<44}{written(size):>11}{requests:>10,}" for name, size, requests in rows]
+    lines += [f"{name:<44}{format_bytes(size):>11}{requests:>10,}" for name, size, requests in rows]
     return "\n".join(lines)
 
 

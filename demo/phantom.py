@@ -1,4 +1,4 @@
-"""Phantom abdomens: synthetic contrast-enhanced CT with kidneys and tumours, laid out in a bucket as KiTS19 is.
+"""Phantom abdomens: synthetic contrast-enhanced CT with kidneys and tumours, in the layout of KiTS19.
 
 Organs are painted back to front as warped ellipsoids and tubes, in millimetres, on a grid finer than the scan's;
 averaging it down gives the partial volume of a scanner's slices, and filtered noise its grain. Nothing comes from a
@@ -30,13 +30,13 @@ Point = Sequence[float] | Array
 
 KIDNEY, TUMOUR = 1, 2
 AIR, FAT, MUSCLE = -1000.0, -104.0, 56.0
-"""Hounsfield units; what enhances with contrast is drawn a case."""
+"""Hounsfield units of tissues without contrast; enhancing tissues are drawn for each case."""
 LONG = 1e5
 """A radius along z that makes an ellipsoid a cylinder (mm)."""
 _TRUNK = 2.3
-"""How square the trunk's outline is: 2 is an ellipse."""
+"""Exponent of the trunk's outline; 2 is an ellipse, larger values are more square."""
 CAVITY_FAT = (-160.0, -60.0)
-"""What counts as free space for a loop of bowel to lie in (HU)."""
+"""Range of intensities that count as free space for a loop of bowel (HU)."""
 
 
 @dataclass(frozen=True)
@@ -89,13 +89,13 @@ def make(
 def write(
     uri: str, cases: int, config: StoreConfig | None = None, *, seed: int = 0, workers: int = 2, **options: Any
 ) -> Iterator[str]:
-    """Write `cases` phantoms below `uri` as `case_XXXXX/imaging.nii.gz` and `segmentation.nii.gz`; yields each case's
-    id once both files are there. `options` are those of `make`."""
+    """Write `cases` phantoms below `uri` as `case_XXXXX/imaging.nii.gz` and `segmentation.nii.gz`, and yield each
+    case's id once both files exist. `options` are those of `make`."""
     place = parse(uri)
     store = Store(str(place), config)
     prefix = place.key.rstrip("/") + "/" if place.key else ""
 
-    def one(case: int) -> str:
+    def write_case(case: int) -> str:
         phantom = make(case, seed=seed, **options)
         name = f"case_{case:05d}"
         store.put(f"{prefix}{name}/imaging.nii.gz", to_nifti(phantom.image, phantom.affine))
@@ -103,11 +103,11 @@ def write(
         return name
 
     with ThreadPoolExecutor(workers) as pool:
-        yield from pool.map(one, range(cases))
+        yield from pool.map(write_case, range(cases))
 
 
 def to_nifti(volume: Array, affine: Array) -> bytes:
-    """The bytes of a .nii.gz file; equal volumes give equal bytes."""
+    """Encode a volume as a .nii.gz file; equal volumes give equal bytes."""
     return gzip.compress(nib.Nifti1Image(volume, affine).to_bytes(), 3, mtime=0)
 
 
@@ -115,7 +115,7 @@ def to_nifti(volume: Array, affine: Array) -> bytes:
 
 
 class Canvas:
-    """A fine grid to paint on. All places and lengths are millimetres (x, y, z)."""
+    """A fine grid to paint on. All positions and lengths are millimetres (x, y, z)."""
 
     def __init__(
         self, shape: tuple[int, int, int], spacing: tuple[float, ...], fine: tuple[int, ...], rng: np.random.Generator
@@ -129,15 +129,15 @@ class Canvas:
         self.hu = np.full([len(axis) for axis in self.axes], AIR, np.float32)
         self.label = np.zeros(self.hu.shape, np.uint8)
         self.warp = [self.field(rng, 45.0) * 3.5 for _ in range(3)]
-        """How far every point is moved (x, y, z) before a shape is asked for it: no organ is an ellipsoid."""
+        """Displacement (x, y, z) of every point before a shape is evaluated, because no organ is an ellipsoid."""
         self.texture = self.field(rng, 9.0)
-        """What makes tissue uneven: about standard normal."""
+        """Texture of tissue, about standard normal."""
         x, y, _ = self.local((slice(None),) * 3, (0, 0, 0), 0.5)
         self.trunk = np.abs(x) ** _TRUNK, np.abs(y) ** _TRUNK
         """x and y to the power of the trunk's outline, which many shapes need."""
 
     def field(self, rng: np.random.Generator, cell_mm: float) -> Array:
-        """A smooth random field, about standard normal, whose features are some `cell_mm` wide."""
+        """Return a smooth random field, about standard normal, with features about `cell_mm` wide."""
         counts = [max(4, int(np.ptp(axis) / cell_mm) + 3) for axis in self.axes]
         field = rng.normal(0, 1.3, counts).astype(np.float32)
         for axis, count in zip(self.axes, counts, strict=True):
@@ -147,7 +147,7 @@ class Canvas:
         return field
 
     def box(self, centre: Point, reach: Point | float) -> Box:
-        """The part of the grid within `reach` of `centre` on each axis."""
+        """Return the part of the grid within `reach` of `centre` along each axis."""
         half = np.broadcast_to(reach, 3) + 12.0  # the warp may move a point this far
         spans = []
         for axis, middle, extent in zip(self.axes, reversed(list(centre)), reversed(half), strict=True):
@@ -155,13 +155,13 @@ class Canvas:
         return spans[0], spans[1], spans[2]
 
     def local(self, box: Box, centre: Point, warp: float = 1.0) -> tuple[Array, Array, Array]:
-        """x, y, z from `centre` of every point in `box`, warped."""
+        """Return the warped coordinates x, y, z of every point in `box` relative to `centre`."""
         z, y, x = (axis[span] for axis, span in zip(self.axes, box, strict=True))
         wx, wy, wz = (warp * w[box] for w in self.warp)
         return x - centre[0] + wx, (y - centre[1])[:, None] + wy, (z - centre[2])[:, None, None] + wz
 
     def ellipsoid(self, centre: Point, radii: Point, power: float = 2.0, warp: float = 1.0) -> tuple[Box, Array]:
-        """A box and, in it, 0 at the centre, 1 on the surface of the ellipsoid."""
+        """Return a box and a field in it that is 0 at the centre and 1 on the surface of the ellipsoid."""
         box = self.box(centre, radii)
         point = list(zip(self.local(box, centre, warp), radii, strict=True))
         if radii[2] == LONG:
@@ -171,12 +171,12 @@ class Canvas:
         return box, sum(np.abs(p / r) ** power for p, r in point) ** (1 / power)
 
     def trunk_radius(self, box: Box, half_width: float, half_depth: float) -> Array:
-        """Below 1 inside an outline of the trunk, above 1 outside it; no distance."""
+        """Return a field below 1 inside an outline of the trunk and above 1 outside; it is not a distance."""
         radius: Array = self.trunk[0][box] / half_width**_TRUNK + self.trunk[1][box] / half_depth**_TRUNK
         return radius
 
     def tube(self, start: Point, end: Point, radius: float) -> tuple[Box, Array]:
-        """A box and, in it, 0 on the line from `start` to `end`, 1 at `radius` from it."""
+        """Return a box and a field in it that is 0 on the line from `start` to `end` and 1 at `radius` from it."""
         a, b = np.asarray(start, float), np.asarray(end, float)
         box = self.box((a + b) / 2, np.abs(b - a) / 2 + radius)
         point = self.local(box, a, 0.6)
@@ -184,20 +184,20 @@ class Canvas:
         along = np.clip(along, 0, 1)
         return box, np.sqrt(sum((p - along * d) ** 2 for p, d in zip(point, b - a, strict=True))) / radius
 
-    def paint(self, box: Box, where: Array, hu: float | Array, grain: float = 4.0, label: int | None = None) -> None:
-        """Make `where` in `box` tissue of `hu`, uneven by `grain` HU."""
+    def paint(self, box: Box, mask: Array, hu: float | Array, grain: float = 4.0, label: int | None = None) -> None:
+        """Paint the voxels of `mask` in `box` as tissue of `hu` with a texture of `grain` HU."""
         value = hu + grain * self.texture[box]
-        np.copyto(self.hu[box], value, where=where)
+        np.copyto(self.hu[box], value, where=mask)
         if label is not None:
-            self.label[box][where] = label
+            self.label[box][mask] = label
 
     def free(self, box: Box) -> Array:
-        """Where only fat lies so far."""
+        """Return the voxels that are still fat."""
         return (self.hu[box] > CAVITY_FAT[0]) & (self.hu[box] < CAVITY_FAT[1])
 
     def scan(self, rng: np.random.Generator, noise_hu: float) -> tuple[Array, Array]:
-        """What a scanner makes of it: means over voxels, a soft kernel, noise with grain; and the label of each
-        voxel's larger part."""
+        """Simulate a scanner: means over voxels, a soft kernel and filtered noise; also return the majority label of
+        each voxel."""
         image = self._mean(self.hu)
         noise = ndimage.gaussian_filter(rng.normal(size=image.shape).astype(np.float32), (0, 0.6, 0.6))
         depth = ndimage.gaussian_filter((image > -300).astype(np.float32), (0, 8, 8))
@@ -243,7 +243,7 @@ class Body:
 
     @classmethod
     def draw(cls, rng: np.random.Generator) -> Body:
-        """A patient."""
+        """Draw a patient."""
         build = rng.uniform(0, 1)
         width = 148 + 38 * build + rng.normal(0, 5)
         depth = width * rng.uniform(0.69, 0.78)
@@ -275,12 +275,12 @@ class Body:
 
 
 def inside_cavity(canvas: Canvas, body: Body, box: Box, margin: float = 2.0) -> Array:
-    """The part of `box` at least `margin` inside the muscular wall."""
+    """Return the part of `box` at least `margin` inside the muscular wall."""
     return canvas.trunk_radius(box, body.cavity[0] - margin, body.cavity[1] - margin) < 1
 
 
 def paint_body(canvas: Canvas, body: Body, rng: np.random.Generator) -> None:
-    """Skin, fat, the muscular wall, the fat of the cavity, and the table under the patient."""
+    """Paint skin, fat, the muscular wall, the fat of the cavity, and the table under the patient."""
     everything = (slice(None),) * 3
     x, y, _ = canvas.local(everything, (0, 0, 0), 0.0)
     curve = y - (body.depth + 7) + 0.0006 * x**2
@@ -295,7 +295,7 @@ def paint_body(canvas: Canvas, body: Body, rng: np.random.Generator) -> None:
 
 
 def paint_bones_and_muscles(canvas: Canvas, body: Body, rng: np.random.Generator) -> None:
-    """Ribs in the wall, slanting down to the front, and the muscles of the back."""
+    """Paint ribs in the wall, slanting down to the front, and the muscles of the back."""
     everything = (slice(None),) * 3
     x, y, z = canvas.local(everything, (0, 0, 0), 0.5)
     half_width, half_depth = (body.muscle[0] + body.cavity[0]) / 2, (body.muscle[1] + body.cavity[1]) / 2
@@ -321,24 +321,24 @@ def paint_bones_and_muscles(canvas: Canvas, body: Body, rng: np.random.Generator
 
 
 def paint_organs(canvas: Canvas, body: Body, rng: np.random.Generator) -> None:
-    """Liver with its vessels and the gallbladder, spleen, stomach, pancreas."""
+    """Paint liver with vessels and gallbladder, spleen, stomach and pancreas."""
     cx, cy = body.cavity
     top = body.top
 
     def organ(parts: list[tuple[Point, Point]], hu: float, grain: float = 5.0, over: bool = True) -> None:
         for centre, radii in parts:
             box, q = canvas.ellipsoid(centre, radii, 2.3, 1.6)
-            where = (q < 1) & inside_cavity(canvas, body, box)
-            canvas.paint(box, where if over else where & canvas.free(box), hu, grain)
+            mask = (q < 1) & inside_cavity(canvas, body, box)
+            canvas.paint(box, mask if over else mask & canvas.free(box), hu, grain)
 
     stomach = (0.42 * cx, -0.42 * cy, top + rng.uniform(-10, 15))
     radii = (rng.uniform(34, 50), rng.uniform(24, 34), rng.uniform(40, 60))
     organ([(stomach, radii)], 75.0)
     box, q = canvas.ellipsoid(stomach, np.array(radii) - 4, 2.3, 1.6)
-    where = (q < 1) & inside_cavity(canvas, body, box, 5)
-    canvas.paint(box, where, rng.uniform(5, 45), 14.0)
+    mask = (q < 1) & inside_cavity(canvas, body, box, 5)
+    canvas.paint(box, mask, rng.uniform(5, 45), 14.0)
     _, y, _ = canvas.local(box, stomach, 0.0)
-    canvas.paint(box, where & (y < -radii[1] * rng.uniform(0.1, 0.7)), -920.0, 0.0)
+    canvas.paint(box, mask & (y < -radii[1] * rng.uniform(0.1, 0.7)), -920.0, 0.0)
 
     organ([((0.1 * cx, 0.02 * cy, top + 45), (0.4 * cx, 11, 17))], body.organ - 8, 12.0, over=False)
     organ([((0.74 * cx, 0.36 * cy, top + 5), (27, 0.42 * cy, rng.uniform(42, 62)))], body.organ + rng.uniform(12, 26))
@@ -360,15 +360,15 @@ def paint_organs(canvas: Canvas, body: Body, rng: np.random.Generator) -> None:
 
 
 def paint_bowel(canvas: Canvas, body: Body, rng: np.random.Generator) -> None:
-    """The colon at the sides and loops of small bowel in what space is left."""
+    """Paint the colon at the sides and loops of small bowel in the remaining space."""
     cx, cy = body.cavity
     for side in (-1, 1):
         x, y = side * 0.79 * cx, 0.22 * cy
         box, q = canvas.ellipsoid((x, y, body.top + 150), (rng.uniform(15, 22), rng.uniform(15, 24), 95), 2.0, 2.0)
-        where = (q < 1) & inside_cavity(canvas, body, box, 3) & canvas.free(box)
-        canvas.paint(box, where, 45.0, 8.0)
+        mask = (q < 1) & inside_cavity(canvas, body, box, 3) & canvas.free(box)
+        canvas.paint(box, mask, 45.0, 8.0)
         stool = canvas.texture[box]
-        inner = where & (q < 0.8)
+        inner = mask & (q < 0.8)
         canvas.paint(box, inner, np.where(stool > 0.9, -700.0, np.where(stool > 0.2, -60.0, 40.0)), 10.0)
     for _ in range(int(rng.integers(48, 72))):
         z = rng.uniform(body.top + 35, body.top + 190)
@@ -376,13 +376,13 @@ def paint_bowel(canvas: Canvas, body: Body, rng: np.random.Generator) -> None:
         end = start + rng.normal(0, 1, 3) * (28, 12, 10)
         radius = rng.uniform(8, 14)
         box, q = canvas.tube(start, end, radius)
-        where = (q < 1) & inside_cavity(canvas, body, box, 4) & canvas.free(box)
+        mask = (q < 1) & inside_cavity(canvas, body, box, 4) & canvas.free(box)
         filling = float(rng.choice([15.0, 30.0, 45.0, -40.0], p=[0.35, 0.35, 0.2, 0.1]))
-        canvas.paint(box, where, rng.uniform(75, 115), 6.0)
-        canvas.paint(box, where & (q < 1 - 2.6 / radius), filling, 8.0)
+        canvas.paint(box, mask, rng.uniform(75, 115), 6.0)
+        canvas.paint(box, mask & (q < 1 - 2.6 / radius), filling, 8.0)
         if rng.uniform() < 0.2:
             _, y, _ = canvas.local(box, (start + end) / 2, 0.0)
-            canvas.paint(box, where & (q < 1 - 2.6 / radius) & (y < -1), -850.0, 0.0)
+            canvas.paint(box, mask & (q < 1 - 2.6 / radius) & (y < -1), -850.0, 0.0)
     # Vessels of the mesentery: small bright dots in the fat.
     for _ in range(60):
         start = rng.uniform((-0.7 * cx, -0.7 * cy, body.top), (0.7 * cx, 0.1 * cy, body.top + 190))
@@ -391,7 +391,7 @@ def paint_bowel(canvas: Canvas, body: Body, rng: np.random.Generator) -> None:
 
 
 def paint_vessels(canvas: Canvas, body: Body, rng: np.random.Generator) -> None:
-    """Aorta before the spine on the left, inferior vena cava on the right."""
+    """Paint the aorta before the spine on the left and the inferior vena cava on the right."""
     front = body.spine - 31
     lean = rng.normal(0, 4)
     box, q = canvas.tube((9 + lean, front, -200), (4 - lean, front + 3, 200), rng.uniform(9, 12.5))
@@ -405,7 +405,7 @@ def paint_vessels(canvas: Canvas, body: Body, rng: np.random.Generator) -> None:
 
 
 def paint_spine(canvas: Canvas, body: Body, rng: np.random.Generator) -> None:
-    """Vertebral bodies with discs between them, the canal, and the processes behind."""
+    """Paint vertebral bodies with discs between them, the canal, and the processes behind."""
     offset, density = rng.uniform(0, 36), rng.uniform(110, 190)
 
     def bone(centre: Point, radii: Point, hu: float, shell: float = 2.2, power: float = 2.4) -> None:
@@ -434,10 +434,10 @@ def paint_spine(canvas: Canvas, body: Body, rng: np.random.Generator) -> None:
 
 @dataclass(frozen=True)
 class Kidney:
-    """One kidney's place and shape."""
+    """Position and shape of a kidney."""
 
     side: int
-    """-1 the right one, 1 the left one."""
+    """Side of the body: -1 for right, 1 for left."""
     centre: Array
     radii: Array
     """Lateral, front to back, and long half axes (mm)."""
@@ -446,7 +446,7 @@ class Kidney:
 
     @classmethod
     def draw(cls, body: Body, side: int, rng: np.random.Generator) -> Kidney:
-        """A kidney beside the psoas; the right one lies lower."""
+        """Draw a kidney beside the psoas; the right kidney is lower."""
         scale = rng.uniform(0.86, 1.14)
         radii = np.array([27, 24, 53]) * scale * rng.uniform(0.94, 1.06, 3)
         height = body.top + 72 + (9 if side < 0 else 0) + rng.normal(0, 9)
@@ -458,20 +458,20 @@ class Kidney:
         return cls(side, centre, radii, in_plane @ lean @ np.diag([side, 1, 1]))
 
     def local(self, canvas: Canvas, box: Box) -> tuple[Array, Array, Array]:
-        """Lateral, backward and downward coordinates of `box`, as parts of the kidney's radii."""
+        """Return lateral, backward and downward coordinates of `box` in units of the kidney's radii."""
         x, y, z = canvas.local(box, self.centre, 0.9)
         u, v, w = (row[0] * x + row[1] * y + row[2] * z for row in self.turn)
         w = w / self.radii[2]
         return u / self.radii[0] + 0.32 * w**2 - 0.1, v / self.radii[1], w  # bent round its hilum, as a bean is
 
     def point(self, direction: Array, reach: float) -> Array:
-        """The place `reach` radii from the centre in the kidney's own `direction` (mm)."""
+        """Return the point `reach` radii from the centre in the kidney's own `direction` (mm)."""
         place: Array = self.centre + self.turn.T @ (self.radii * direction / np.linalg.norm(direction) * reach)
         return place
 
 
 def paint_kidneys(canvas: Canvas, body: Body, rng: np.random.Generator) -> None:
-    """Two kidneys, seldom one, with tumours and cysts."""
+    """Paint two kidneys, rarely one, with tumours and cysts."""
     kidneys = [Kidney.draw(body, side, rng) for side in (-1, 1)]
     if rng.uniform() < 0.05:
         kidneys.pop(int(rng.integers(2)))
@@ -484,7 +484,7 @@ def paint_kidneys(canvas: Canvas, body: Body, rng: np.random.Generator) -> None:
 
 
 def paint_kidney(canvas: Canvas, body: Body, kidney: Kidney, rng: np.random.Generator) -> None:
-    """Fat around it, cortex, pyramids of medulla, the sinus with pelvis and vessels."""
+    """Paint surrounding fat, cortex, pyramids of medulla, and the sinus with pelvis and vessels."""
     box = canvas.box(kidney.centre, float(kidney.radii[2]) + 20)
     u, v, w = kidney.local(canvas, box)
     q = np.sqrt(u**2 + v**2 + w**2)
@@ -512,7 +512,7 @@ def paint_kidney(canvas: Canvas, body: Body, kidney: Kidney, rng: np.random.Gene
 
 
 def paint_tumour(canvas: Canvas, body: Body, kidney: Kidney, rng: np.random.Generator) -> None:
-    """A solid mass, from a small bulge to one that replaces much of the kidney; large ones are necrotic inside."""
+    """Paint a solid mass, from a small bulge to one that replaces much of the kidney; large masses are necrotic."""
     radius = float(np.clip(rng.lognormal(np.log(17), 0.5), 7, 42))
     direction = rng.normal(0, (1, 1, 0.8))
     direction[0] = abs(direction[0]) * (1 if rng.uniform() < 0.8 else -1)
@@ -528,7 +528,7 @@ def paint_tumour(canvas: Canvas, body: Body, kidney: Kidney, rng: np.random.Gene
 
 
 def paint_cyst(canvas: Canvas, kidney: Kidney, rng: np.random.Generator) -> None:
-    """A round, thin-walled bag of water; what of it lies in the kidney stays labelled as kidney."""
+    """Paint a round, thin-walled cyst of water; its part in the kidney remains labelled as kidney."""
     radius = float(np.clip(rng.lognormal(np.log(9), 0.45), 4, 26))
     direction = rng.normal(0, 1, 3)
     direction[0] = abs(direction[0])

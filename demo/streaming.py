@@ -1,8 +1,8 @@
-"""Whole objects as a PyTorch dataset: what voxlane does for data that needs no preparing, such as small scans.
+"""Stream whole objects as a PyTorch dataset, for data that needs no preparation, such as small scans.
 
-Starts the local GCS emulator with 20 ms added to each request, uploads small scans with labels, lists them, streams
-them through a DataLoader with and without voxlane, stops in mid-epoch, resumes from a checkpoint in the bucket with
-another number of workers, and draws what came out.
+The demo starts the local GCS emulator with 20 ms added to each request, uploads small scans with labels, lists them,
+streams them through a DataLoader with and without voxlane, stops in mid-epoch, resumes from a checkpoint in the bucket
+with another number of workers, and draws a batch.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ LATENCY_S = 0.02
 
 
 def synthetic_scan(case: int, shape: tuple[int, int, int] = (48, 48, 32)) -> tuple[bytes, bytes]:
-    """A scan with two bright ellipsoids in noise and its label, as compressed NIfTI."""
+    """Return a scan with two bright ellipsoids in noise, and its label, as compressed NIfTI."""
     rng = np.random.default_rng(case)
     grid = np.stack(np.meshgrid(*(np.linspace(-1, 1, n) for n in shape), indexing="ij"))
     label = np.zeros(shape, np.uint8)
@@ -46,12 +46,12 @@ def synthetic_scan(case: int, shape: tuple[int, int, int] = (48, 48, 32)) -> tup
 
 
 def to_nifti(volume: np.ndarray[Any, Any]) -> bytes:
-    """A volume as the bytes of a .nii.gz file with 1 x 1 x 2 mm voxels."""
+    """Return a volume as the bytes of a .nii.gz file with voxels of 1 x 1 x 2 mm."""
     return gzip.compress(nib.Nifti1Image(volume, np.diag([1.0, 1.0, 2.0, 1.0])).to_bytes(), 1)
 
 
 def from_nifti(body: bytes) -> torch.Tensor:
-    """The decode function: the bytes of a .nii.gz object to a tensor (width, height, depth)."""
+    """Decode the bytes of a .nii.gz object to a tensor (width, height, depth)."""
     image = nib.Nifti1Image.from_stream(io.BytesIO(gzip.decompress(body)))
     return torch.from_numpy(np.asarray(image.dataobj, dtype=np.float32))
 
@@ -69,13 +69,13 @@ def upload(config: StoreConfig, cases: int) -> None:
 
 
 def pairs(style: type[Any], config: StoreConfig, manifests: dict[str, Manifest], **options: Any) -> Any:
-    """Image and label zipped by name."""
+    """Return a dataset of images and labels, matched by name."""
     parts = {name: style(manifest, decode=from_nifti, config=config, **options) for name, manifest in manifests.items()}
     return style.zip(**parts)
 
 
 class OneByOne(torch.utils.data.Dataset[Any]):
-    """What one writes without a connector: each sample asks for its two objects, one after the other."""
+    """A dataset without a connector: each sample reads its two objects one after the other."""
 
     def __init__(self, config: StoreConfig, manifests: dict[str, Manifest]) -> None:
         self.store = Store("gs://demo", config)
@@ -88,16 +88,18 @@ class OneByOne(torch.utils.data.Dataset[Any]):
         return {name: from_nifti(bytes(self.store.get(m[index].key))) for name, m in self.manifests.items()}
 
 
-def epoch_seconds(loader: Any, expected: int, what: str) -> float:
-    """Run one epoch; it must give every sample."""
+def epoch_seconds(loader: Any, expected: int, description: str) -> float:
+    """Run one epoch, check that it yields every sample, and return its seconds."""
     start = time.monotonic()
-    seen = sum(len(batch["image"]) for batch in tqdm(loader, desc=what, unit="batch", total=-(-expected // 8)))
-    assert seen == expected, f"{what}: {seen} of {expected} samples"
+    received = sum(
+        len(batch["image"]) for batch in tqdm(loader, desc=description, unit="batch", total=-(-expected // 8))
+    )
+    assert received == expected, f"{description}: {received} of {expected} samples"
     return time.monotonic() - start
 
 
 def draw(batch: dict[str, torch.Tensor], path: Path) -> None:
-    """One row: scans; one row: their labels over them; the slices with most label."""
+    """Draw a row of scans and a row of scans with labels, at the slices with the most labelled voxels."""
     count = min(6, len(batch["image"]))
     figure, axes = plt.subplots(2, count, figsize=(2 * count, 4.8), squeeze=False, layout="constrained")
     for column in range(count):
@@ -115,7 +117,7 @@ def draw(batch: dict[str, torch.Tensor], path: Path) -> None:
 
 
 def main() -> None:
-    """Run the demo and say what happened."""
+    """Run the demo and print its results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", type=int, default=240, help="scans to make (default 240)")
     parser.add_argument(
@@ -132,9 +134,9 @@ def main() -> None:
 
 
 def run(server: Emulator, config: StoreConfig, cases: int, out: Path) -> None:
-    """List, stream, resume, draw."""
+    """List the scans, stream them, resume from a checkpoint and draw a batch."""
     server.set_faults(Faults(latency_s=LATENCY_S))
-    print(f"\n1. list: the bucket answers after {LATENCY_S * 1000:.0f} ms, as a cloud's would")
+    print(f"\n1. list: the bucket answers after {LATENCY_S * 1000:.0f} ms, like a bucket in the cloud")
     manifests = {
         name: list_objects(f"gs://demo/scans/{name}s/", match="*.nii.gz", config=config) for name in ("image", "label")
     }
@@ -154,7 +156,7 @@ def run(server: Emulator, config: StoreConfig, cases: int, out: Path) -> None:
 
     print("\n3. resume: stop after 7 batches with 2 workers, go on from a checkpoint in the bucket with 1 worker")
     first = DataLoader(pairs(MapDataset, config, manifests, shuffle=True, seed=2), 8, num_workers=2)
-    taken = sum(len(batch["image"]) for batch in itertools.islice(first, 7))
+    before = sum(len(batch["image"]) for batch in itertools.islice(first, 7))
     model = torch.nn.Conv3d(1, 3, 3)
     checkpoints = Checkpoint("gs://demo/runs/first", config)
     checkpoints.save({"model": model.state_dict(), "loader": first.state_dict()}, "step-7.ckpt")
@@ -171,10 +173,10 @@ def run(server: Emulator, config: StoreConfig, cases: int, out: Path) -> None:
     second = DataLoader(pairs(MapDataset, config, manifests, shuffle=True, seed=2), 5, num_workers=1)
     second.load_state_dict(saved["loader"])
     rest = sum(len(batch["image"]) for batch in second)
-    print(f"   {taken} samples before, {rest} after, {cases} in all")
-    assert taken + rest == cases
+    print(f"   {before} samples before, {rest} after, {cases} in all")
+    assert before + rest == cases
 
-    print("\n4. look")
+    print("\n4. draw a batch")
     batch = next(iter(DataLoader(pairs(MapDataset, config, manifests, shuffle=True, seed=3), 6)))
     draw(batch, out / "batch.png")
     print(f"   {out / 'batch.png'}")

@@ -1,65 +1,99 @@
-"""Buckets on real servers, one server a session, emptied before each test."""
+"""Fixtures with buckets on real servers: each server runs for the session, and buckets are empty before each test."""
 
 from __future__ import annotations
 
 import os
+import subprocess
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import boto3
+import hypothesis
 import pytest
 import torch
 from botocore.config import Config
 from xdist.scheduler import LoadScopeScheduling
 
-from tests.ranks import Ranks
+from tests.ranks import RankPool
 from tests.servers import azurite, has_azurite, seaweedfs
 from voxlane import RetryConfig, Store, StoreConfig
 from voxlane.testing import Access, Emulator
 from voxlane.uri import parse
 
+# The duration of an example depends on the load of the machine.
+hypothesis.settings.register_profile("voxlane", deadline=None)
+hypothesis.settings.load_profile("voxlane")
+
 if not torch.cuda.is_available():
-    # Triton's interpreter then runs the kernels, on the CPU. Triton asks when it is first imported, by whomever.
+    # Triton's interpreter then runs the kernels on the CPU. Triton reads this when it is first imported.
     os.environ["TRITON_INTERPRET"] = "1"
 
-# Short pauses, so that tests of failures do not wait for real clouds' sake.
+# Short pauses, so that tests of failures are fast.
 RETRY = RetryConfig(deadline_s=20.0, initial_delay_s=0.01, max_delay_s=0.2)
 AZURITE_ACCOUNT = "devstoreaccount1"
 AZURITE_KEY = "Eby8vdM02xNOcqFlqUwJPLlmEtlCDXJ1OUzFT50uSRZ6IFsuFq2UVErCz4I6tq/K1SZFPTOtr/KBHBeksoGMGw=="
-"""Azurite's published account key, the same for everybody."""
+"""Azurite's published account key, which is the same for all installations."""
 
 
-_HERE = Path(__file__).parent
-_TOGETHER = {"launch": "ray", "tune": "ray", "bench": "ray", "kube": "kube"}
-"""Folders whose tests run one after another, in one process: their clusters would crowd each other out."""
-_APART = ("tests/bench/test_step.py", "tests/bench/test_performance_page.py", "tests/bench/scale/")
-"""In them, but without a cluster."""
+_CLUSTER_FOLDERS = {
+    "tests/cluster/ray/": "ray",
+    "tests/tune/": "ray",
+    "tests/bench/": "ray",
+    "tests/cluster/kubernetes/": "kubernetes",
+}
+"""Folders whose tests start a cluster. Those of one kind run one after another in one process, because two clusters
+at once would starve each other."""
+_CLUSTER_FREE = ("tests/bench/test_step.py", "tests/bench/test_performance_page.py", "tests/bench/simulator/")
+"""Tests in those folders that start no cluster."""
+
+
+def _cluster_kind(nodeid: str) -> str | None:
+    """Return the kind of cluster that a test's folder uses, or None."""
+    if nodeid.startswith(_CLUSTER_FREE):
+        return None
+    return next((kind for folder, kind in _CLUSTER_FOLDERS.items() if nodeid.startswith(folder)), None)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests on clusters are given time: a busy machine takes its own to start one."""
+    """Give cluster tests more time: a busy machine needs longer to start a cluster."""
     for item in items:
-        if item.path.relative_to(_HERE).parts[0] in _TOGETHER and item.get_closest_marker("timeout") is None:
-            item.add_marker(pytest.mark.timeout(300))
+        marked = item.get_closest_marker("cluster") is not None
+        if (marked or _cluster_kind(item.nodeid)) and item.get_closest_marker("timeout") is None:
+            item.add_marker(pytest.mark.timeout(900))
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Do not blame a test for Ray's own processes, which Ray kills without waiting for their end."""
+    if _cluster_kind(item.nodeid) == "ray":
+        from ray._private.services import ConsolePopen
+
+        def delete(process: Any) -> None:
+            if process.stdin is not None:
+                with suppress(OSError):  # the process may have ended
+                    process.stdin.close()
+            subprocess.Popen.__del__(process, _warn=lambda *_, **__: None)
+
+        ConsolePopen.__del__ = delete
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadScopeScheduling:
-    """Which tests a process gets as one; `--dist loadgroup` of xdist 3.8 does not group on pytest 9.2."""
-    return _Together(config, log)
+    """Decide which tests share a process; `--dist loadgroup` of xdist 3.8 does not group on pytest 9.2."""
+    return _ClusterScheduling(config, log)
 
 
-class _Together(LoadScopeScheduling):
+class _ClusterScheduling(LoadScopeScheduling):
+    """Schedule tests one by one, but all tests of one kind of cluster as one unit."""
+
     def _split_scope(self, nodeid: str) -> str:
-        if nodeid.startswith(_APART):
-            return nodeid
-        return _TOGETHER.get(nodeid.split("/")[1] if "/" in nodeid else "", nodeid)
+        return _cluster_kind(nodeid) or nodeid
 
 
 @pytest.fixture(autouse=True)
-def _same_threads() -> Iterator[None]:
-    """What runs in a test's own process may set their number, by which another test's sums would be rounded."""
+def _restore_num_threads() -> Iterator[None]:
+    """Restore torch's number of threads, which a test may change and on which the rounding of sums depends."""
     before = torch.get_num_threads()
     yield
     if torch.get_num_threads() != before:
@@ -80,7 +114,7 @@ class Bucket:
         return Store(self.uri, self.config)
 
     def key(self, name: str) -> str:
-        """`name` as a key of the bucket (folders have a path before it)."""
+        """Return the key of `name` in the bucket; in a folder the key begins with the folder's path."""
         prefix = parse(self.uri).key
         return f"{prefix}/{name}" if prefix else name
 
@@ -96,7 +130,7 @@ def running_emulator() -> Iterator[Emulator]:
 
 @pytest.fixture
 def emulator(running_emulator: Emulator) -> Emulator:
-    """The emulator with nothing in it but the empty bucket `bkt`."""
+    """Return the emulator with only the empty bucket `bkt` in it."""
     running_emulator.clear_faults()
     running_emulator.set_access(Access())
     running_emulator.wipe()
@@ -173,35 +207,35 @@ def s3_emulator(emulator: Emulator) -> Bucket:
 
 
 @pytest.fixture(scope="session")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
-    """Processes to run as ranks."""
-    pool = Ranks(str(tmp_path_factory.mktemp("ranks")))
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankPool]:
+    """Return a pool of processes to run as ranks."""
+    pool = RankPool(str(tmp_path_factory.mktemp("ranks")))
     yield pool
     pool.close()
 
 
 ALL = ["gcs", "s3", "s3_emulator", "azure", "folder", "memory"]
 SHARED = ["gcs", "s3", "s3_emulator", "azure", "folder"]
-"""Those that other processes can see."""
+"""Stores that other processes can reach."""
 
 
 @pytest.fixture(params=ALL)
 def bucket(request: pytest.FixtureRequest) -> Bucket:
-    """An empty bucket, once for every kind of store."""
-    found: Bucket = request.getfixturevalue(request.param)
-    return found
+    """Return an empty bucket, once for every kind of store."""
+    empty: Bucket = request.getfixturevalue(request.param)
+    return empty
 
 
 @pytest.fixture(params=SHARED)
 def shared_bucket(request: pytest.FixtureRequest) -> Bucket:
-    """An empty bucket, once for every kind of store that workers can reach."""
-    found: Bucket = request.getfixturevalue(request.param)
-    return found
+    """Return an empty bucket, once for every kind of store that other processes can reach."""
+    empty: Bucket = request.getfixturevalue(request.param)
+    return empty
 
 
 @pytest.fixture
 def put() -> Callable[[Bucket, dict[str, bytes]], None]:
-    """Write objects by name."""
+    """Return a function that writes objects by name."""
 
     def write(bucket: Bucket, objects: dict[str, bytes]) -> None:
         store = bucket.store

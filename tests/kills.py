@@ -1,8 +1,8 @@
-"""Kills saving processes at random moments and judges from outside what they leave behind.
+"""Kills saving processes at random moments and checks from outside what they leave behind.
 
-A saver runs undisturbed once, to learn how long a round of saves takes; after that each one is killed (SIGKILL) at a
-moment drawn evenly from such a round. Savers are forked from a process that has torch imported already, and the next
-one is made ready while the last is judged.
+One saver runs undisturbed to measure how long a round of saves takes. After that each one is killed (SIGKILL) at a
+moment drawn uniformly from such a round. Savers are forked from a process that has imported torch, and the next one
+starts while the last one is checked.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from voxlane.testing import Emulator
 from voxlane.uri import parse
 
 NUM_RANKS = 4
-_KEPT = 2
-"""Checkpoints left in place after each kill, the newest; the rest is pruned to save space."""
+_MAX_CHECKPOINTS = 2
+"""Number of newest checkpoints that remain after each kill; the rest is pruned to save space."""
 _QUIET_S = 0.3
 _READY_S = 60.0
 _ROUND_S = 60.0
 _STAGED = re.compile(r"#\d+$")
-"""How the engine names files in a folder that are not whole yet."""
+"""Suffix that the engine gives to incomplete files in a folder."""
 _CONTEXT = multiprocessing.get_context("forkserver")
 _PRELOADED = [
     "__main__",
@@ -49,24 +49,24 @@ _PRELOADED = [
 ]
 
 
-# -- where checkpoints go --------------------------------------------------------------------------------------------
+# -- targets of checkpoints ------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Target:
-    """An empty bucket, and the server's own word on what is in it."""
+    """An empty bucket, and functions that list its contents by the server's own means."""
 
     uri: str
     config: StoreConfig
     keys: Callable[[], list[str]]
-    """All objects, as paths below `uri`."""
+    """Function that returns all objects as paths below `uri`."""
     uploads: Callable[[], list[str]]
-    """Uploads that were neither completed nor aborted: each a path below `uri`, and its id."""
+    """Function that returns the path below `uri` and the id of each open upload."""
 
 
 @contextlib.contextmanager
 def open_target(server: str) -> Iterator[Target]:
-    """A bucket on a server of its own: seaweedfs, emulator or folder."""
+    """Yield a bucket on its own server: seaweedfs, emulator or folder."""
     opened = {"seaweedfs": _on_seaweedfs, "emulator": _on_emulator, "folder": _on_folder}[server]
     with tempfile.TemporaryDirectory(prefix="voxlane-kills-") as folder, opened(Path(folder)) as target:
         yield target
@@ -118,23 +118,23 @@ def _on_folder(folder: Path) -> Iterator[Target]:
     yield Target(f"file://{folder}", _config(), lambda: files(staged=False), lambda: files(staged=True))
 
 
-# -- savers that die -------------------------------------------------------------------------------------------------
+# -- killed savers ---------------------------------------------------------------------------------------------------
 
 
 @dataclass
 class Progress:
-    """What a saver said before it died."""
+    """What a saver reported before it was killed."""
 
     name: str = ""
-    """Of the checkpoint it was at."""
+    """Name of the checkpoint that it was saving."""
     step: int = 0
     phase: str = "between saves"
     saved: dict[str, int] = field(default_factory=dict)
-    """Step by name, of the saves that came to their end."""
+    """Step of each finished save by name."""
     error: str = ""
 
-    def hear(self, kind: str, value: Any) -> None:
-        """Take one message in."""
+    def update(self, kind: str, value: Any) -> None:
+        """Process one message."""
         if kind == "saving":
             self.name, self.step = value
             self.phase = "serialising"
@@ -155,21 +155,21 @@ class Saver:
         self._folder = tempfile.TemporaryDirectory(prefix="voxlane-ranks-")
         self._processes, self._pipes = [], []
         for rank in range(num_ranks):
-            mine, theirs = _CONTEXT.Pipe()
+            parent_end, child_end = _CONTEXT.Pipe()
             work: Any = savers.save_alone
-            arguments: tuple[Any, ...] = (theirs, uri, config)
+            arguments: tuple[Any, ...] = (child_end, uri, config)
             if num_ranks > 1:
                 work = savers.save_together
                 arguments += (rank, num_ranks, f"{self._folder.name}/rendezvous")
             process = _CONTEXT.Process(target=work, args=arguments, daemon=True)
             process.start()
-            theirs.close()
+            child_end.close()
             self._processes.append(process)
-            self._pipes.append(mine)
+            self._pipes.append(parent_end)
         self.progress = [Progress() for _ in range(num_ranks)]
 
     def begin(self, step: int) -> None:
-        """Wait until all are ready, then let them save, from this step on."""
+        """Wait until all are ready, then let them save from this step on."""
         for pipe in self._pipes:
             if not pipe.poll(_READY_S) or pipe.recv() != ("ready", None):
                 raise RuntimeError("a saver did not start")
@@ -177,18 +177,18 @@ class Saver:
             pipe.send(step)
 
     def round_s(self) -> float:
-        """Wait for one undisturbed round, one save under a new name and one over `last`; returns how long it took."""
+        """Wait for one undisturbed round, a save under a new name and one over `last`, and return its duration."""
         start = time.monotonic()
         while len(self.progress[0].saved) < 2:
             if not self._pipes[0].poll(_ROUND_S):
                 raise RuntimeError("an undisturbed save did not end")
-            self.progress[0].hear(*self._pipes[0].recv())
+            self.progress[0].update(*self._pipes[0].recv())
             if self.progress[0].error:
                 raise RuntimeError(f"an undisturbed save failed: {self.progress[0].error}")
         return time.monotonic() - start
 
     def kill(self, victim: int, *, others_s: float) -> list[int]:
-        """Kill one; the others have `others_s` seconds to end by themselves. Returns those that did not."""
+        """Kill one process; the others have `others_s` seconds to end by themselves. Return those that did not."""
         self._processes[victim].kill()
         deadline = time.monotonic() + others_s
         for process in self._processes:
@@ -200,28 +200,28 @@ class Saver:
         for pipe, progress in zip(self._pipes, self.progress, strict=True):
             with contextlib.suppress(EOFError, OSError):  # the pipe ends where its writer died
                 while pipe.poll(0):
-                    progress.hear(*pipe.recv())
+                    progress.update(*pipe.recv())
             pipe.close()
         self._folder.cleanup()
         return late
 
 
-# -- judging ---------------------------------------------------------------------------------------------------------
+# -- checking --------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class Contents:
-    """What is in the bucket below a run's folder, told without the code that is being judged."""
+class BucketContents:
+    """What is in the bucket below a run's folder, determined without the code under test."""
 
     complete: frozenset[str]
-    """Names of whole checkpoints."""
+    """Names of complete checkpoints."""
     orphans: frozenset[str]
-    """Objects that belong to no whole checkpoint, and open uploads."""
+    """Objects that belong to no complete checkpoint, and open uploads."""
 
 
-def look(target: Target, folder: str, *, quiet_s: float = 0.0) -> Contents:
-    """What is there, once nothing has changed for `quiet_s` seconds: requests that were under way at a kill still take
-    effect."""
+def list_contents(target: Target, folder: str, *, quiet_s: float = 0.0) -> BucketContents:
+    """Return the contents once nothing has changed for `quiet_s` seconds: requests that were in flight at a kill may
+    still take effect."""
     before: Any = None
     while (now := (sorted(target.keys()), sorted(target.uploads()))) != before:
         before = now
@@ -235,34 +235,34 @@ def look(target: Target, folder: str, *, quiet_s: float = 0.0) -> Contents:
     for name in sharded:
         metadata = distributed_metadata.read(store, parse(f"{target.uri}/{folder}/{name}/").key)
         owned |= {f"{name}/{path}" for path in [".metadata", *distributed_metadata.file_sizes(*metadata)]}
-    return Contents(frozenset(files | sharded), frozenset((keys - owned) | uploads))
+    return BucketContents(frozenset(files | sharded), frozenset((keys - owned) | uploads))
 
 
-class Judge:
-    """Looks at a run's folder after each kill. What is not as it should be is said in words."""
+class KillChecker:
+    """Checks a run's folder after each kill and describes problems."""
 
     def __init__(self, target: Target, folder: str, last: str) -> None:
         self._target, self._folder, self._last = target, folder, last
         self._uri = f"{target.uri}/{folder}"
-        self._judged: set[str] = set()
+        self._checked: set[str] = set()
         self._last_step = 0
         self.problems: list[str] = []
         self.num_orphans = 0
         self.num_left = 0
 
-    def judge(self, saved: dict[str, int], newest_step: int) -> None:
-        """`saved`: the saves that came to their end, by name; `newest_step`: of the save under way at the kill."""
+    def check(self, saved: dict[str, int], newest_step: int) -> None:
+        """Check the folder. `saved`: step of each finished save by name; `newest_step`: step of the killed save."""
         self.problems = []
-        there = look(self._target, self._folder, quiet_s=_QUIET_S)
-        listed = self._listed()
-        if listed != there.complete:
-            self.problems.append(f"listed as complete: {sorted(listed)}; complete are: {sorted(there.complete)}")
-        if lost := saved.keys() - there.complete:
+        contents = list_contents(self._target, self._folder, quiet_s=_QUIET_S)
+        listed = self._list_complete()
+        if listed != contents.complete:
+            self.problems.append(f"listed as complete: {sorted(listed)}; complete are: {sorted(contents.complete)}")
+        if lost := saved.keys() - contents.complete:
             self.problems.append(f"saved, but gone: {sorted(lost)}")
-        for name in sorted(there.complete - self._judged):
+        for name in sorted(contents.complete - self._checked):
             self._load(name)
-        self._judged = set(there.complete) - {self._last}
-        if self._last in there.complete:
+        self._checked = set(contents.complete) - {self._last}
+        if self._last in contents.complete:
             step = self._load(self._last)
             least = max(self._last_step, saved.get(self._last, 0))
             if step is not None and not least <= step <= newest_step:
@@ -270,33 +270,33 @@ class Judge:
             self._last_step = step or least
         elif self._last_step:
             self.problems.append(f"{self._last} is gone")
-        self._collect(there, max(saved.values(), default=0))
+        self._collect(contents, max(saved.values(), default=0))
 
-    def _listed(self) -> set[str]:
+    def _list_complete(self) -> set[str]:
         return {entry.name for entry in lifecycle.list_checkpoints(self._uri, self._target.config) if entry.complete}
 
     def _load(self, name: str) -> int | None:
         try:
             return savers.load_step(self._uri, name, self._target.config)
-        except Exception as error:  # noqa: BLE001 - whatever it is, it is this kill's verdict
+        except Exception as error:  # noqa: BLE001 - any error is a problem to report
             self.problems.append(f"{name} does not load: {type(error).__name__}: {error}")
             return None
 
-    def _collect(self, there: Contents, saved_step: int) -> None:
-        """Let gc remove what is left over; see that it removed that and nothing else, and that latest then loads."""
+    def _collect(self, before: BucketContents, saved_step: int) -> None:
+        """Run gc; check that it removed the orphans and nothing else, and that the latest checkpoint then loads."""
         latest = self._latest()
         self.num_orphans = self._remove_orphans()
-        if self.num_orphans < len(there.orphans):
-            self.problems.append(f"gc found {self.num_orphans} orphans, there are {sorted(there.orphans)}")
-        after = look(self._target, self._folder)
-        if after.orphans - there.orphans:  # a request of the killed process took effect only now
+        if self.num_orphans < len(before.orphans):
+            self.problems.append(f"gc found {self.num_orphans} orphans, there are {sorted(before.orphans)}")
+        after = list_contents(self._target, self._folder)
+        if after.orphans - before.orphans:  # a request of the killed process took effect only now
             self.num_orphans += self._remove_orphans()
-            after = look(self._target, self._folder, quiet_s=_QUIET_S)
+            after = list_contents(self._target, self._folder, quiet_s=_QUIET_S)
         self.num_left = len(after.orphans)
         if after.orphans:
             self.problems.append(f"left after gc: {sorted(after.orphans)}")
-        if after.complete != there.complete:
-            self.problems.append(f"gone after gc: {sorted(there.complete - after.complete)}")
+        if after.complete != before.complete:
+            self.problems.append(f"gone after gc: {sorted(before.complete - after.complete)}")
         if latest not in after.complete or self._latest() != latest:
             self.problems.append(f"latest named {latest}, after gc {self._latest()}")
         elif (step := self._load(latest)) is not None and step < saved_step:
@@ -314,66 +314,74 @@ class Judge:
             return "nothing"
 
 
-# -- a campaign ------------------------------------------------------------------------------------------------------
+# -- a series of kills -----------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class Verdict:
-    """One kill."""
+class KillResult:
+    """The result of one kill."""
 
     mode: str
     kill: int
     moment_s: float
-    """After the savers began."""
+    """Seconds from the start of the savers to the kill."""
     phase: str
-    """What the killed process was at."""
+    """Phase in which the process was killed."""
     name: str
-    """The checkpoint it was at."""
+    """Name of the checkpoint that it was saving."""
     orphans: int
-    """Found by gc."""
+    """Number of orphans that gc found."""
     left: int
-    """Orphans after gc."""
+    """Number of orphans after gc."""
     problems: list[str]
     errors: list[str]
-    """Of the ranks that outlived the killed one."""
+    """Errors of the ranks that survived the killed one."""
 
 
-def run_kills(target: Target, mode: str, num_kills: int, seed: int) -> Iterator[Verdict]:
-    """Kill `num_kills` savers, `single` processes or one rank of a `distributed` group, and judge after each."""
+def run_kills(target: Target, mode: str, num_kills: int, seed: int) -> Iterator[KillResult]:
+    """Kill `num_kills` savers, `single` processes or one rank of a `distributed` group, and check after each."""
     _CONTEXT.set_forkserver_preload(_PRELOADED)
     rng = random.Random(f"{seed} {mode}")
     num_ranks = 1 if mode == "single" else NUM_RANKS
-    judge = Judge(target, mode, "last.ckpt" if mode == "single" else "last")
+    checker = KillChecker(target, mode, "last.ckpt" if mode == "single" else "last")
 
-    def fresh() -> Saver:
+    def start_saver() -> Saver:
         return Saver(f"{target.uri}/{mode}", target.config, num_ranks)
 
-    first = fresh()
+    first = start_saver()
     first.begin(1)
     round_s = first.round_s()
     first.kill(0, others_s=0)
     step = first.progress[0].step + 1
-    saver = fresh()
+    saver = start_saver()
     for kill in range(num_kills):
         moment_s = rng.uniform(0, 1.1 * round_s)
         victim = rng.randrange(num_ranks)
-        # A machine that goes takes all its ranks with it; a process that goes leaves the others to find out.
+        # A machine that fails takes all its ranks with it; after the failure of a process the others must notice.
         others_s = rng.choice([0.0, 2 * savers.GROUP_TIMEOUT_S])
         saver.begin(step)
         time.sleep(moment_s)
         late = saver.kill(victim, others_s=others_s)
-        dead, saver = saver, fresh()
-        died = dead.progress[victim]
-        newest = max([step, *(progress.step for progress in dead.progress)])
-        judge.judge({name: s for progress in dead.progress for name, s in progress.saved.items()}, newest)
-        problems = list(judge.problems)
+        killed, saver = saver, start_saver()
+        victim_progress = killed.progress[victim]
+        newest = max([step, *(progress.step for progress in killed.progress)])
+        checker.check({name: s for progress in killed.progress for name, s in progress.saved.items()}, newest)
+        problems = list(checker.problems)
         if late and others_s:
             problems.append(f"ranks {late} still waited {others_s:.0f} s after the kill")
-        if died.error:
-            problems.append(f"the save failed before the kill: {died.error}")
-        errors = [progress.error for progress in dead.progress if progress is not died and progress.error]
-        yield Verdict(
-            mode, kill, round(moment_s, 3), died.phase, died.name, judge.num_orphans, judge.num_left, problems, errors
+        if victim_progress.error:
+            problems.append(f"the save failed before the kill: {victim_progress.error}")
+        errors = [progress.error for progress in killed.progress if progress is not victim_progress and progress.error]
+        yield KillResult(
+            mode,
+            kill,
+            round(moment_s, 3),
+            victim_progress.phase,
+            victim_progress.name,
+            checker.num_orphans,
+            checker.num_left,
+            problems,
+            errors,
         )
         _prune(target, mode)
         step = newest + 1
@@ -382,11 +390,11 @@ def run_kills(target: Target, mode: str, num_kills: int, seed: int) -> Iterator[
 
 
 def _prune(target: Target, folder: str) -> None:
-    """Delete all but the newest checkpoints, what makes each complete first."""
+    """Delete all but the newest checkpoints, each beginning with the object that publishes it."""
     store = Store(target.uri, target.config)
     keys = [key for key in target.keys() if key.startswith(f"{folder}/step-")]
     names = sorted({key.split("/")[1].removesuffix(".sums") for key in keys})
-    for name in names[:-_KEPT]:
+    for name in names[:-_MAX_CHECKPOINTS]:
         doomed = [key for key in keys if key.split("/")[1].removesuffix(".sums") == name]
         for key in sorted(doomed, key=lambda key: not key.endswith((".metadata", ".ckpt"))):
             store.delete_one(parse(f"{target.uri}/{key}").key)

@@ -1,6 +1,7 @@
-"""Runs a function on several ranks, each a process with a gloo group, as a training job has them.
+"""Runs a function on several ranks, each a process in a gloo group, as in a training job.
 
-The processes live on from test to test, because importing torch takes longer than most tests.
+The processes are reused from test to test, because importing torch takes longer than most tests. They meet at a file,
+so no port has to be chosen.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ from typing import Any
 _context = multiprocessing.get_context("spawn")
 
 
-class Ranks:
-    """A pool of rank processes, made as they are needed."""
+class RankPool:
+    """A pool of rank processes, which are started when they are needed."""
 
     def __init__(self, folder: str) -> None:
         self._members: list[tuple[Any, Connection]] = []
@@ -26,19 +27,19 @@ class Ranks:
         self._runs = itertools.count()
 
     def run(self, function: Callable[..., Any], num_ranks: int, *arguments: Any, timeout_s: float = 100.0) -> list[Any]:
-        """Call `function(rank, *arguments)` on every rank; returns their results by rank, or raises with the first
-        traceback. `function` must be importable."""
+        """Call `function(rank, *arguments)` on every rank; return the results by rank, or raise an AssertionError with
+        the first traceback. `function` must be importable."""
         while len(self._members) < num_ranks:
-            here, there = _context.Pipe()
-            process = _context.Process(target=_main, args=(there,))
+            parent_end, child_end = _context.Pipe()
+            process = _context.Process(target=_main, args=(child_end,))
             process.start()
-            self._members.append((process, here))
+            self._members.append((process, parent_end))
         rendezvous = f"{self._folder}/{next(self._runs)}"
         members = self._members[:num_ranks]
         for rank, (_, pipe) in enumerate(members):
             pipe.send((rank, num_ranks, rendezvous, function, arguments))
         deadline = time.monotonic() + timeout_s
-        answers = []
+        results = []
         try:
             for rank, (_, pipe) in enumerate(members):
                 if not pipe.poll(max(0.0, deadline - time.monotonic())):
@@ -46,11 +47,11 @@ class Ranks:
                 value, failure = pipe.recv()
                 if failure is not None:
                     raise AssertionError(f"rank {rank}:\n{failure}")
-                answers.append(value)
+                results.append(value)
         except BaseException:
-            self.close()  # the others may hang
+            self.close()  # the other ranks may hang
             raise
-        return answers
+        return results
 
     def close(self) -> None:
         """Stop the processes."""
@@ -79,7 +80,7 @@ def _main(pipe: Connection) -> None:
             value = function(rank, *arguments)
             dist.barrier()
             pipe.send((value, None))
-        except BaseException:  # noqa: BLE001 - a process's boundary: the test that asked raises it
+        except BaseException:  # noqa: BLE001 - a process boundary: the test process raises it
             pipe.send((None, traceback.format_exc()))
         finally:
             dist.destroy_process_group()

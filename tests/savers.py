@@ -1,6 +1,6 @@
-"""Processes that save checkpoints in a loop until they are killed, and what each checkpoint must then hold.
+"""Processes that save checkpoints in a loop until they are killed, and the expected contents of each checkpoint.
 
-Every value follows from the step number, so that whoever finds a checkpoint can tell whether it is whole.
+Every value follows from the step number, so that a test can tell whether a checkpoint is complete.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from voxlane.store import writer
 
 PHASES = ("serialising", "uploading", "publishing", "between saves")
 GROUP_TIMEOUT_S = 8.0
-"""How long ranks wait for one that is gone."""
+"""Seconds that ranks wait for a rank that is gone."""
 _MB = 1_000_000
 
 
@@ -35,7 +35,7 @@ _MB = 1_000_000
 
 
 def plain_state(step: int) -> dict[str, Any]:
-    """40 to 80 MB; two steps in a row have the same size, the next two another."""
+    """Return a state of 40 to 80 MB; pairs of successive steps have the same size."""
     size_mb = 40 + 10 * (step // 2 % 5)
     return {
         "step": step,
@@ -46,7 +46,7 @@ def plain_state(step: int) -> dict[str, Any]:
 
 
 def full_state(step: int) -> dict[str, Any]:
-    """What all ranks save together, unsharded: about 42 MB."""
+    """Return the unsharded state of about 42 MB that all ranks save together."""
     return {
         "model": {
             "rows": _values(step, 8 * _MB).reshape(8000, 1000),
@@ -73,56 +73,56 @@ def _sharded_state(step: int, mesh: DeviceMesh) -> dict[str, Any]:
 
 
 def load_step(uri: str, name: str, config: StoreConfig) -> int:
-    """Load the checkpoint `name` below `uri`; returns its step, or raises if it is not exactly what that step holds."""
+    """Load the checkpoint `name` below `uri` and return its step; raise if it is not exactly the state of that step."""
     if name.endswith(".ckpt"):
-        found = Checkpoint(uri, config).load(name)
-        wanted = plain_state(found["step"])
+        loaded = Checkpoint(uri, config).load(name)
+        expected = plain_state(loaded["step"])
     else:
-        found = full_state(-1)
-        load_sharded(found, f"{uri}/{name}", config)
-        wanted = full_state(found["step"])
-    if difference := _difference(found, wanted):
-        raise AssertionError(f"{name} says it is step {found['step']}, but {difference} is not what that step holds")
-    return int(found["step"])
+        loaded = full_state(-1)
+        load_sharded(loaded, f"{uri}/{name}", config)
+        expected = full_state(loaded["step"])
+    if difference := _find_difference(loaded, expected):
+        raise AssertionError(f"{name} claims to be step {loaded['step']}, but {difference} differs from that step")
+    return int(loaded["step"])
 
 
-def _difference(found: Any, wanted: Any, where: str = "") -> str:
-    """The path of the first thing that is not as wanted."""
-    if isinstance(wanted, dict):
-        if found.keys() != wanted.keys():
-            return where or "the set of names"
-        places = (_difference(found[key], wanted[key], f"{where}/{key}") for key in wanted)
-        return next((place for place in places if place), "")
-    same = torch.equal(found, wanted) if isinstance(wanted, torch.Tensor) else found == wanted
-    return "" if same else where
+def _find_difference(loaded: Any, expected: Any, path: str = "") -> str:
+    """Return the path of the first value that differs, or an empty string."""
+    if isinstance(expected, dict):
+        if loaded.keys() != expected.keys():
+            return path or "the set of names"
+        paths = (_find_difference(loaded[key], expected[key], f"{path}/{key}") for key in expected)
+        return next((difference for difference in paths if difference), "")
+    same = torch.equal(loaded, expected) if isinstance(expected, torch.Tensor) else loaded == expected
+    return "" if same else path
 
 
 # -- savers ----------------------------------------------------------------------------------------------------------
 
 
 class Reporter:
-    """Tells over a pipe what a saver is at: `("ready", None)`, `("saving", (name, step))`, `("phase", name)`,
+    """Reports over a pipe what a saver does: `("ready", None)`, `("saving", (name, step))`, `("phase", name)`,
     `("saved", (name, step))`, `("error", text)`."""
 
     def __init__(self, pipe: Connection) -> None:
         self._pipe = pipe
         self._lock = threading.Lock()
 
-    def say(self, kind: str, value: Any = None) -> None:
-        """Send one message; what was sent can be read after this process was killed."""
+    def send(self, kind: str, value: Any = None) -> None:
+        """Send one message; it can be read even after this process was killed."""
         with self._lock:
             self._pipe.send((kind, value))
 
     def announce(self, owner: Any, name: str, phase: str, after: str = "") -> None:
-        """From now on, a call of `owner.name` begins `phase`, and its end the phase `after`."""
+        """Report `phase` when `owner.name` is called from now on, and the phase `after` when it returns."""
         call: Callable[..., Any] = getattr(owner, name)
 
         @functools.wraps(call)
         def announced(*args: Any, **kwargs: Any) -> Any:
-            self.say("phase", phase)
+            self.send("phase", phase)
             result = call(*args, **kwargs)
             if after:
-                self.say("phase", after)
+                self.send("phase", after)
             return result
 
         setattr(owner, name, announced)
@@ -132,29 +132,29 @@ class Reporter:
         while True:
             state = state_of(step)
             for name in (f"step-{step:06d}{suffix}", f"last{suffix}"):
-                self.say("saving", (name, step))
+                self.send("saving", (name, step))
                 save(state, name)
-                self.say("saved", (name, step))
+                self.send("saved", (name, step))
             step += 1
 
 
 def save_alone(pipe: Connection, uri: str, config: StoreConfig) -> None:
-    """A process that saves by itself; begins with the step that comes over the pipe."""
+    """Save by itself, beginning with the step that the pipe delivers."""
     os.setsid()
     torch.set_num_threads(1)
     report = Reporter(pipe)
     report.announce(writer._Upload, "__init__", "uploading")
     report.announce(plain, "add_contents", "publishing")
     checkpoint = Checkpoint(uri, config)
-    report.say("ready")
+    report.send("ready")
     try:
         report.loop(checkpoint.save, plain_state, ".ckpt", pipe.recv())
-    except Exception as error:  # noqa: BLE001 - a process's boundary: whoever started it judges the error
-        report.say("error", _text(error))
+    except Exception as error:  # noqa: BLE001 - a process boundary: the parent process judges the error
+        report.send("error", _text(error))
 
 
 def save_together(pipe: Connection, uri: str, config: StoreConfig, rank: int, num_ranks: int, rendezvous: str) -> None:
-    """One rank of several that save together."""
+    """Save as one of several ranks that save together."""
     os.setsid()
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
@@ -166,17 +166,17 @@ def save_together(pipe: Connection, uri: str, config: StoreConfig, rank: int, nu
             "gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=num_ranks, timeout=timeout
         )
         mesh = init_device_mesh("cpu", (num_ranks,))
-        _sharded_state(0, mesh)  # what torch does once, at the first use
-        report.say("ready")
+        _sharded_state(0, mesh)  # the first use initialises parts of torch
+        report.send("ready")
         report.loop(
             lambda state, name: save_sharded(state, f"{uri}/{name}", config),
             lambda step: _sharded_state(step, mesh),
             "",
             pipe.recv(),
         )
-    except Exception as error:  # noqa: BLE001 - a process's boundary: whoever started it judges the error
-        report.say("error", _text(error))
-    os._exit(1)  # a group with a dead member does not end in order
+    except Exception as error:  # noqa: BLE001 - a process boundary: the parent process judges the error
+        report.send("error", _text(error))
+    os._exit(1)  # a group with a dead member does not shut down cleanly
 
 
 def _text(error: BaseException) -> str:

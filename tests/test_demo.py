@@ -1,4 +1,4 @@
-"""`make demo` with small numbers: every step runs, and what it promises is there."""
+"""`make demo` with small numbers: every step runs and writes its results."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ ROOT = Path(__file__).parents[1]
 TINY = ("epochs=1", "steps_per_epoch=2", "batch=1", "validation.every_epochs=1", "validation.max_cases=1")
 
 
-def start(script: str, *words: str) -> str:
-    """What a demo prints."""
+def run_demo(script: str, *words: str) -> str:
+    """Run the demo and return its output."""
     done = subprocess.run(
         [sys.executable, str(ROOT / "demo" / script), *words],
         env={**os.environ, "OMP_WAIT_POLICY": "PASSIVE", "OMP_NUM_THREADS": "1"},
@@ -35,18 +35,18 @@ def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def printed(out: Path) -> str:
-    return start("demo.py", "--out", str(out), "--cases", "8", "--size", "48", *TINY)
+    return run_demo("demo.py", "--out", str(out), "--cases", "8", "--size", "48", *TINY)
 
 
-def test_every_command_is_shown_and_done(printed: str) -> None:
+def test_every_command_is_shown_and_succeeds(printed: str) -> None:
     commands = re.findall(r"^\$ voxlane (\w+)", printed, re.MULTILINE)
     assert commands == ["ls", "prepare", "train", "evaluate", "report", "predict"]
     assert "16 objects" in printed
     assert "8 cases in gs://demo/prepared" in printed
 
 
-def test_it_ends_with_scores_traffic_and_the_report(printed: str, out: Path) -> None:
-    end = printed[printed.index("what came out") :]
+def test_output_ends_with_scores_traffic_and_the_report(printed: str, out: Path) -> None:
+    end = printed[printed.index("── results") :]
     for target in ("kidney", "tumour", "mean"):
         assert re.search(rf"^{target} +(\d\.\d{{3}}|-)", end, re.MULTILINE)
     requests = {line.split("  ")[0]: int(line.split()[-1]) for line in end.splitlines() if line.startswith("voxlane,")}
@@ -55,7 +55,7 @@ def test_it_ends_with_scores_traffic_and_the_report(printed: str, out: Path) -> 
     assert (out / "report.html").resolve().as_uri() in end
 
 
-def test_what_is_worth_looking_at_is_downloaded(printed: str, out: Path) -> None:
+def test_results_are_downloaded(printed: str, out: Path) -> None:
     html = (out / "report.html").read_text()
     assert "voxlane train gs://demo/prepared --run gs://demo/runs/first" in html
     overlays = list((out / "overlays").glob("case_*.png"))
@@ -68,6 +68,6 @@ def test_what_is_worth_looking_at_is_downloaded(printed: str, out: Path) -> None
 
 
 def test_whole_objects_are_streamed_and_resumed(tmp_path: Path) -> None:
-    printed = start("streaming.py", "--out", str(tmp_path), "--cases", "64")
+    printed = run_demo("streaming.py", "--out", str(tmp_path), "--cases", "64")
     assert "56 samples before, 8 after, 64 in all" in printed
     assert (tmp_path / "batch.png").read_bytes().startswith(b"\x89PNG")

@@ -1,4 +1,4 @@
-"""The demo's phantoms: the same for the same seed, shaped as KiTS19 is, and with tissue where tissue should be."""
+"""Phantoms of the demo are reproducible, have the layout of KiTS19, and have plausible anatomy."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from voxlane import list_objects
 
 @pytest.fixture(scope="module")
 def phantom() -> ModuleType:
-    """demo/phantom.py, which is no part of the package."""
+    """Import demo/phantom.py, which is not part of the package."""
     path = Path(__file__).parents[1] / "demo" / "phantom.py"
     spec = importlib.util.spec_from_file_location("demo_phantom", path)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look their own module up by name
+    sys.modules[spec.name] = module  # dataclasses look up their module by name
     spec.loader.exec_module(module)
     return module
 
@@ -36,7 +36,7 @@ def cases(phantom: ModuleType) -> list[Any]:
     return [phantom.make(case, size=64) for case in range(8)]
 
 
-def test_the_same_seed_gives_the_same_case(phantom: ModuleType, cases: list[Any]) -> None:
+def test_same_seed_gives_the_same_case(phantom: ModuleType, cases: list[Any]) -> None:
     again = phantom.make(3, size=64)
     assert np.array_equal(again.image, cases[3].image)
     assert np.array_equal(again.label, cases[3].label)
@@ -45,7 +45,7 @@ def test_the_same_seed_gives_the_same_case(phantom: ModuleType, cases: list[Any]
     assert other.image.shape != again.image.shape or not np.array_equal(other.image, again.image)
 
 
-def test_arrays_are_those_of_a_ct(cases: list[Any]) -> None:
+def test_arrays_resemble_a_ct(cases: list[Any]) -> None:
     for case in cases:
         assert case.image.dtype == np.int16
         assert case.label.dtype == np.uint8
@@ -82,8 +82,8 @@ def test_intensity_alone_does_not_find_the_kidney(cases: list[Any]) -> None:
         assert 90 < kidney.mean() < 240
         low, high = np.percentile(kidney, [10, 90])
         alike = (case.image > low) & (case.image < high)
-        found = 2 * (alike & (case.label == 1)).sum() / (alike.sum() + (case.label == 1).sum())
-        assert found < 0.6
+        actual = 2 * (alike & (case.label == 1)).sum() / (alike.sum() + (case.label == 1).sum())
+        assert actual < 0.6
 
 
 def test_tumours_are_darker_than_the_kidney_around_them(cases: list[Any]) -> None:
@@ -92,7 +92,7 @@ def test_tumours_are_darker_than_the_kidney_around_them(cases: list[Any]) -> Non
             assert case.image[case.label == 2].mean() < case.image[case.label == 1].mean() - 15
 
 
-def test_a_bucket_holds_them_as_kits19_does(phantom: ModuleType, gcs: Bucket) -> None:
+def test_bucket_has_the_kits19_layout(phantom: ModuleType, gcs: Bucket) -> None:
     options = {"size": 48, "slice_mm": (6.0, 8.0)}
     names = list(phantom.write(f"{gcs.uri}/kits", 2, gcs.config, seed=7, **options))
     assert names == ["case_00000", "case_00001"]

@@ -12,33 +12,23 @@ if TYPE_CHECKING:
     from voxlane.checkpoint import Checkpoint
     from voxlane.dataset import DataLoader, IterableDataset, MapDataset, Sampler, list_once
     from voxlane.errors import VoxlaneError
-    from voxlane.listing import Entry, Manifest, list_objects
     from voxlane.store import ObjectInfo, RetryConfig, Store, StoreConfig, Traffic, Writer
-    from voxlane.volume.prepared import Prepared
-    from voxlane.volume.stream import PatchStream
+    from voxlane.store.listing import Entry, Manifest, list_objects
+    from voxlane.volume.patch_stream import PatchStream
+    from voxlane.volume.prepared_dataset import Prepared
 
 __version__ = "0.1.0"
 
-_HOMES = {
-    "Checkpoint": "voxlane.checkpoint",
-    "DataLoader": "voxlane.dataset",
-    "IterableDataset": "voxlane.dataset",
-    "MapDataset": "voxlane.dataset",
-    "Sampler": "voxlane.dataset",
-    "list_once": "voxlane.dataset",
-    "VoxlaneError": "voxlane.errors",
-    "Entry": "voxlane.listing",
-    "Manifest": "voxlane.listing",
-    "list_objects": "voxlane.listing",
-    "ObjectInfo": "voxlane.store",
-    "RetryConfig": "voxlane.store",
-    "Store": "voxlane.store",
-    "StoreConfig": "voxlane.store",
-    "Traffic": "voxlane.store",
-    "Writer": "voxlane.store",
-    "PatchStream": "voxlane.volume.stream",
-    "Prepared": "voxlane.volume.prepared",
+_NAMES_OF_MODULES = {
+    "voxlane.checkpoint": ("Checkpoint",),
+    "voxlane.dataset": ("DataLoader", "IterableDataset", "MapDataset", "Sampler", "list_once"),
+    "voxlane.errors": ("VoxlaneError",),
+    "voxlane.store": ("ObjectInfo", "RetryConfig", "Store", "StoreConfig", "Traffic", "Writer"),
+    "voxlane.store.listing": ("Entry", "Manifest", "list_objects"),
+    "voxlane.volume.patch_stream": ("PatchStream",),
+    "voxlane.volume.prepared_dataset": ("Prepared",),
 }
+_MODULES = {name: module for module, names in _NAMES_OF_MODULES.items() for name in names}
 
 __all__ = [
     "Checkpoint",
@@ -63,12 +53,12 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
+    if name not in _MODULES:
         raise AttributeError(f"module 'voxlane' has no attribute {name!r}")
-    value = getattr(importlib.import_module(_HOMES[name]), name)
+    value = getattr(importlib.import_module(_MODULES[name]), name)
     globals()[name] = value
     return value
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_HOMES})
+    return sorted({*globals(), *_MODULES})

@@ -1,58 +1,29 @@
-"""Every error voxlane raises, in one tree.
+"""All errors that voxlane raises, in one tree.
 
     VoxlaneError
-    ├── ConfigError               a wrong argument, config field or URI (also a ValueError)
-    ├── MissingExtraError         an optional dependency is not installed (also an ImportError)
-    ├── StoreError                a bucket said no
-    │   ├── NotFoundError         the object does not exist (also a FileNotFoundError)
-    │   │   └── BucketNotFoundError
-    │   ├── PermissionDeniedError these credentials may not do this (also a PermissionError)
-    │   ├── CredentialsError      no credentials, or none the service accepts
-    │   ├── AlreadyExistsError    create-only write to a key that exists (also a FileExistsError)
-    │   ├── ChangedError          the object is not the version that was asked for
-    │   ├── RangeError            a byte range outside the object
-    │   ├── UnsupportedError      this service has no such operation
-    │   └── UnavailableError      still failing when the retry deadline passed
-    ├── DatasetError
-    │   ├── EmptyError            nothing matched
-    │   ├── DecodeError           the user's decode raised on one object
-    │   ├── PairError             zipped datasets do not line up
-    │   └── StateError            a saved state belongs to another dataset
-    ├── CacheError                a folder on the local disk cannot be used
-    │   ├── NoRoomError           the disk has too little room
-    │   └── TooLargeError         more bytes than were allowed
-    ├── CheckpointError
-    │   ├── IncompleteError       the checkpoint was never published, or a file of it is gone
-    │   ├── CorruptError          stored bytes are not those that were written
-    │   ├── UnsafeError           reading it would run code from the file
-    │   ├── MismatchError         the checkpoint does not fit the model
-    │   └── BusyError             the save before is still running
-    ├── VolumeError
-    │   ├── ScanError             a file or series is no readable 3D scan
-    │   ├── LayoutError           no dataset that we know is here
-    │   ├── BadCasesError         cases that cannot be trained on
-    │   └── PreparedError         a prepared dataset is unfinished, damaged, or another than expected
-    ├── RunError                  a training run exists already, is not there, or cannot go on
-    │   ├── NoMemoryError         a device or machine has too little memory for what was asked of it
-    │   └── StoppedError          told to stop; what was saved is kept
-    ├── ClusterError              a cluster cannot be reached, or has too little for what was asked of it
-    │   ├── LostError             workers, a machine or the head of a cluster went away
-    │   ├── ForbiddenError        this user may not do this on the cluster (also a PermissionError)
-    │   ├── MissingObjectError    the cluster has no such object, or no such kind of object
-    │   └── NotRunningError       what was asked of an app needs it running, and it is not
-    ├── ManifestError             a manifest does not fit its kind's schema
-    ├── BuildError                an image could not be built or pushed
-    └── TuneError                 a search cannot start or go on, or found nothing
+    ├── ConfigError (also a ValueError), UsageError, MissingExtraError (also an ImportError)
+    ├── StoreError: ChangedError, CredentialsError, RangeError, UnavailableError, UnsupportedError
+    │   ├── NotFoundError (also a FileNotFoundError): BucketNotFoundError
+    │   ├── PermissionDeniedError (also a PermissionError)
+    │   └── AlreadyExistsError (also a FileExistsError)
+    ├── DatasetError: EmptyError, DecodeError, PairError, StateError
+    ├── CacheError: NoRoomError, TooLargeError
+    ├── CheckpointError: IncompleteError, CorruptError, UnsafeError, MismatchError, BusyError
+    ├── VolumeError: ScanError, LayoutError, BadCasesError, PreparedError
+    ├── RunError: NoMemoryError, ReportedError, StoppedError
+    ├── ClusterError: LostError, ForbiddenError (also a PermissionError), MissingObjectError, NotRunningError,
+    │   DryRunUnsupportedError
+    └── ManifestError, BuildError, TuneError
 
-Every class can be built from one string, because a DataLoader worker's exception is rebuilt in the parent
-from its type and its text.
+Every class can be constructed from one string, because torch rebuilds the exception of a DataLoader worker in the
+parent from its type and text.
 """
 
 from __future__ import annotations
 
 
 class VoxlaneError(Exception):
-    """Something failed; `uri` names the thing (may be empty) and `fix` says what to do next (may be empty)."""
+    """Base of all errors; `uri` names the object concerned and `fix` says what to do next (either may be empty)."""
 
     def __init__(self, message: str, *, uri: str = "", fix: str = "") -> None:
         text = f"{uri}: {message}" if uri else message
@@ -64,84 +35,91 @@ class VoxlaneError(Exception):
 
 
 class ConfigError(VoxlaneError, ValueError):
-    """A wrong argument, config field or URI."""
+    """Raised for a wrong argument, config field or URI."""
+
+    code = ""
+    """Pydantic's name of the problem with a field, such as int_parsing, where it found one."""
+
+
+class UsageError(VoxlaneError):
+    """Raised when the words of a command line do not fit the command; the exit status is 2."""
 
 
 class MissingExtraError(VoxlaneError, ImportError):
-    """An optional dependency is not installed."""
+    """Raised when an optional dependency is not installed."""
 
     @classmethod
     def of(cls, extra: str, needed_for: str) -> MissingExtraError:
-        """The error for `needed_for` when the packages of `extra` are missing."""
+        """Return the error for `needed_for` if the packages of `extra` are missing."""
         return cls(f"{needed_for} needs packages that are not installed", fix=f"Run: pip install 'voxlane[{extra}]'")
 
 
 class StoreError(VoxlaneError):
-    """A bucket said no."""
+    """Raised when a request to a bucket failed."""
 
 
 class NotFoundError(StoreError, FileNotFoundError):
-    """The object does not exist."""
+    """Raised when the object does not exist."""
 
 
 class BucketNotFoundError(NotFoundError):
-    """The bucket does not exist."""
+    """Raised when the bucket does not exist."""
 
 
 class PermissionDeniedError(StoreError, PermissionError):
-    """These credentials may not do this."""
+    """Raised when the credentials lack a permission."""
 
 
 class CredentialsError(StoreError):
-    """No credentials were found, or the service did not accept them."""
+    """Raised when no credentials were found, or the service did not accept them."""
 
 
 class AlreadyExistsError(StoreError, FileExistsError):
-    """A create-only write met a key that exists."""
+    """Raised when a create-only write found an existing key."""
 
 
 class ChangedError(StoreError):
-    """The object is not the version that was asked for."""
+    """Raised when the object is not the requested version."""
 
 
 class RangeError(StoreError):
-    """A byte range lies outside the object."""
+    """Raised when a byte range lies outside the object."""
 
 
 class UnsupportedError(StoreError):
-    """This service has no such operation."""
+    """Raised when the service does not support the operation."""
 
 
 class UnavailableError(StoreError):
-    """The service was still failing when the retry deadline passed."""
+    """Raised when the service was still failing at the retry deadline."""
 
 
 class DatasetError(VoxlaneError):
-    """A dataset cannot give what was asked of it."""
+    """Base of the errors of datasets."""
 
 
 class EmptyError(DatasetError):
-    """Nothing matched."""
+    """Raised when no object matches."""
 
 
 class DecodeError(DatasetError):
-    """The user's decode raised on one object."""
+    """Raised when the user's decode function raised on an object."""
 
 
 class PairError(DatasetError):
-    """Zipped datasets do not line up by key."""
+    """Raised when the keys of zipped datasets do not match."""
 
 
 class StateError(DatasetError):
-    """A saved state belongs to another dataset."""
+    """Raised when a saved state belongs to another dataset."""
 
 
 class CacheError(VoxlaneError):
-    """A folder on the local disk cannot be used."""
+    """Raised when a folder on the local disk cannot be used."""
 
 
 class NoRoomError(CacheError):
-    """The disk has `lacking_bytes` too little room."""
+    """Raised when the disk lacks `lacking_bytes` of free space."""
 
     def __init__(self, message: str, *, uri: str = "", fix: str = "", lacking_bytes: int = 0) -> None:
         super().__init__(message, uri=uri, fix=fix)
@@ -149,92 +127,105 @@ class NoRoomError(CacheError):
 
 
 class TooLargeError(CacheError):
-    """What is to be kept there is larger than was allowed."""
+    """Raised when the data is larger than the allowed size."""
 
 
 class CheckpointError(VoxlaneError):
-    """A checkpoint cannot be written or read."""
+    """Raised when a checkpoint cannot be written or read."""
 
 
 class IncompleteError(CheckpointError):
-    """The checkpoint was never published, or a file of it is gone."""
+    """Raised when the checkpoint was never published, or a file of it is gone."""
 
 
 class CorruptError(CheckpointError):
-    """Stored bytes are not those that were written."""
+    """Raised when stored bytes are not those that were written."""
 
 
 class UnsafeError(CheckpointError):
-    """Reading it would run code from the file, which nobody allowed."""
+    """Raised when reading the checkpoint could run code from the file."""
 
 
 class MismatchError(CheckpointError):
-    """The checkpoint does not fit the model."""
+    """Raised when the checkpoint does not fit the model."""
 
 
 class BusyError(CheckpointError):
-    """The save before is still running."""
+    """Raised when the previous save is still running."""
 
 
 class VolumeError(VoxlaneError):
-    """A scan or a prepared dataset cannot be used."""
+    """Raised when a scan or a prepared dataset cannot be used."""
 
 
 class ScanError(VolumeError):
-    """A file or series is no readable 3D scan."""
+    """Raised when a file or series is not a readable 3D scan."""
 
 
 class LayoutError(VolumeError):
-    """No dataset that we know is here."""
+    """Raised when no supported dataset layout was recognised."""
 
 
 class BadCasesError(VolumeError):
-    """Cases that cannot be trained on."""
+    """Raised when some cases cannot be used for training."""
 
 
 class PreparedError(VolumeError):
-    """A prepared dataset is unfinished, damaged, or another than expected."""
+    """Raised when a prepared dataset is unfinished, damaged or not the expected one."""
 
 
 class RunError(VoxlaneError):
-    """A training run exists already, is not there, or cannot go on."""
+    """Raised when a training run exists already, does not exist, or cannot continue."""
 
 
 class NoMemoryError(RunError):
-    """A device or machine has too little memory for what was asked of it."""
+    """Raised when a device or machine has too little memory."""
+
+
+class ReportedError(RunError):
+    """Raised on other ranks for an error that rank 0 reports, so that it is printed once."""
 
 
 class StoppedError(RunError):
-    """A run was told to stop; what was saved is kept."""
+    """Raised when a run was stopped; its checkpoints remain."""
 
 
 class ClusterError(VoxlaneError):
-    """A cluster cannot be reached, or has too little for what was asked of it."""
+    """Raised when a cluster cannot be reached, or lacks resources. `status` is the HTTP status of the API server's
+    response; None if there was no response."""
+
+    def __init__(self, message: str, *, uri: str = "", fix: str = "", status: int | None = None) -> None:
+        super().__init__(message, uri=uri, fix=fix)
+        self.status = status
 
 
 class LostError(ClusterError):
-    """Workers, a machine or the head of a cluster went away; what was saved is kept."""
+    """Raised when workers, a machine or the head of a cluster were lost; checkpoints remain."""
 
 
 class ForbiddenError(ClusterError, PermissionError):
-    """This user may not do this on the cluster."""
+    """Raised when the user lacks a permission on the cluster."""
 
 
 class MissingObjectError(ClusterError):
-    """The cluster has no such object, or no such kind of object."""
+    """Raised when the cluster has no such object or kind of object."""
 
 
 class NotRunningError(ClusterError):
-    """What was asked of an app needs it running, and it is not."""
+    """Raised when an operation needs a running app."""
+
+
+class DryRunUnsupportedError(ClusterError):
+    """Raised when an admission webhook of the cluster cannot check an object without creating it."""
 
 
 class ManifestError(VoxlaneError):
-    """A manifest does not fit its kind's schema."""
+    """Raised when a manifest does not match the schema of its kind."""
 
 
 class BuildError(VoxlaneError):
-    """An image could not be built or pushed."""
+    """Raised when an image could not be built or pushed."""
 
 
 class TuneError(VoxlaneError):
-    """A search cannot start or go on, or found nothing."""
+    """Raised when a search cannot start or continue, or has no result."""

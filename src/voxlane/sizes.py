@@ -1,4 +1,4 @@
-"""Sizes and times, as people and Kubernetes write them."""
+"""Sizes and durations in the notation of Kubernetes."""
 
 from __future__ import annotations
 
@@ -6,32 +6,26 @@ import re
 
 from voxlane.errors import ConfigError
 
-_UNITS = {"": 1, "k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "P": 10**15, "E": 10**18} | {
-    "Ki": 1 << 10,
-    "Mi": 1 << 20,
-    "Gi": 1 << 30,
-    "Ti": 1 << 40,
-    "Pi": 1 << 50,
-    "Ei": 1 << 60,
-}
+_UNITS = {unit: 1000**power for power, unit in enumerate(("", "k", "M", "G", "T", "P", "E"))}
+_UNITS |= {f"{unit}i": 1024**power for power, unit in enumerate("KMGTPE", 1)}
 _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 QUANTITY = r"^[0-9]+(\.[0-9]+)?([kMGTPE]|[KMGTPE]i)?$"
 DURATION = r"^([0-9]+d)?([0-9]+h)?([0-9]+m)?([0-9]+s)?$"
 
 
-def bytes_of(quantity: str | int, *, what: str = "a size") -> int:
-    """Bytes of a quantity such as 100Gi or 5M; without the i, units are powers of 1000, as Kubernetes has them.
-    `what` names it in the error."""
+def parse_bytes(quantity: str | int, *, name: str = "size") -> int:
+    """Return the number of bytes of a quantity such as 100Gi or 5M. Units without the i are powers of 1000, as in
+    Kubernetes. `name` is used in the error message."""
     text = str(quantity).strip()
-    found = re.fullmatch(QUANTITY, text)
-    if not found:
-        raise ConfigError(f"{what}: {text!r} is no size", fix="Write one such as 100Gi")
-    unit = found[2] or ""
+    match = re.fullmatch(QUANTITY, text)
+    if not match:
+        raise ConfigError(f"{name}: expected a size such as 100Gi, got {text!r}")
+    unit = match[2] or ""
     return int(float(text.removesuffix(unit)) * _UNITS[unit])
 
 
-def written(size_bytes: int) -> str:
-    """A size with its unit, such as 1.5 GiB."""
+def format_bytes(size_bytes: int) -> str:
+    """Return a size with its unit, such as 1.5 GiB."""
     size = float(size_bytes)
     for unit in ("B", "KiB", "MiB", "GiB"):
         if size < 1024:
@@ -40,11 +34,11 @@ def written(size_bytes: int) -> str:
     return f"{size:.1f} TiB"
 
 
-def seconds_of(duration: str | int, *, what: str = "a time") -> int:
-    """Seconds of a duration such as 2h, 30m or 1h30m, above zero; `what` names it in the error."""
+def parse_duration(duration: str | int, *, name: str = "duration") -> int:
+    """Return the seconds of a duration above zero, such as 2h, 30m or 1h30m. `name` is used in the error message."""
     text = str(duration).strip()
     parts = re.findall(r"([0-9]+)([smhd])", text)
     seconds = sum(int(count) * _SECONDS[unit] for count, unit in parts)
     if not re.fullmatch(DURATION, text) or seconds <= 0:
-        raise ConfigError(f"{what}: {text!r} is no time", fix="Write one such as 2h or 30m")
+        raise ConfigError(f"{name}: expected a duration such as 2h or 30m, got {text!r}")
     return seconds

@@ -1,4 +1,4 @@
-"""`voxlane bench loading`: which objects make a case, that both modes give the same samples, and whole benchmarks."""
+"""Test `voxlane bench loading`: matching objects to cases, equal samples in both modes, and whole benchmarks."""
 
 from __future__ import annotations
 
@@ -22,65 +22,39 @@ import torch
 import torch.distributed as dist
 
 from tests.conftest import Bucket
-from tests.volume import made
-from voxlane.bench import loading_report, ranks
-from voxlane.bench.loading_ranks import Found, RankEpoch
-from voxlane.bench.loading_setting import LoadingSetting, triple
-from voxlane.bench.raw_set import RawCase, arrays, raw_set
-from voxlane.bench.whole_objects import WholeObjects, cropped
+from tests.volume import sample_data
+from voxlane.bench import ranks
+from voxlane.bench.loading import report as loading_report
+from voxlane.bench.loading.rank import LoadingResult, RankEpoch
+from voxlane.bench.loading.raw_scans import RawCase, WholeObjects, crop, decode_case, find_cases
+from voxlane.bench.loading.settings import LoadingSettings
+from voxlane.bench.step.settings import parse_patch
 from voxlane.cli.main import main
 from voxlane.errors import ConfigError, LayoutError, ScanError
-from voxlane.listing import Manifest, list_objects
-from voxlane.listing.manifest import SCHEMA
-from voxlane.store import StoreConfig
+from voxlane.store.listing import Manifest, list_objects
+from voxlane.store.listing.manifest import SCHEMA
 from voxlane.testing import Emulator, Faults
+from voxlane.volume.patch_stream import PatchStream
 from voxlane.volume.prepare import PrepareConfig, prepare
-from voxlane.volume.prepared import Prepared
-from voxlane.volume.stream import PatchStream
+from voxlane.volume.prepared_dataset import Prepared
 
 CASES = 6
-SETTING = LoadingSetting(
-    data=("gs://b/raw",),
-    mode=None,
-    batch=2,
-    step_time_s=0.1,
-    workers=0,
-    prefetch=2,
-    in_flight=None,
-    epochs=1,
-    samples=None,
-    steps=None,
-    patch=None,
-    foreground_share=0.0,
-    max_gap_bytes=0,
-    ranks=2,
-    nodes=3,
-    caches=("none",),
-    cache_folder="",
-    cache_bytes=1,
-    sync=True,
-    launcher="local",
-    address=None,
-    manifest="",
-    listing_only=False,
-    seed=0,
-    store=StoreConfig(),
-)
+SETTING = LoadingSettings(data=("gs://b/raw",), ranks=2, nodes=3, epochs=1, foreground_share=0.0, max_gap="0")
 
 
 @pytest.fixture
 def data(gcs: Bucket, emulator: Emulator, monkeypatch: pytest.MonkeyPatch) -> Bucket:
-    """`raw` in KiTS19's layout and `prepared` on the same grid, in a bucket that the environment points to."""
-    emulator.put_many("bkt", {f"raw/{name}": body for name, body in made.kits(CASES).items()})
-    how = PrepareConfig(folds=2, workers=1, plan=made.PLAN)
-    prepare(f"{gcs.uri}/raw", f"{gcs.uri}/prepared", how, gcs.config, progress=False)
+    """Provide `raw` in KiTS19's layout and `prepared` on the same grid, in a bucket set by the environment."""
+    emulator.put_many("bkt", {f"raw/{name}": body for name, body in sample_data.make_kits19(CASES).items()})
+    arguments = PrepareConfig(folds=2, workers=1, plan=sample_data.PLAN)
+    prepare(f"{gcs.uri}/raw", f"{gcs.uri}/prepared", arguments, gcs.config, progress=False)
     monkeypatch.setenv("STORAGE_EMULATOR_HOST", emulator.url)
     emulator.reset_counters()
     return gcs
 
 
 def bench(folder: Path, *words: str) -> dict[str, Any]:
-    """Run it in this process; returns the result file."""
+    """Run the benchmark in this process and return its result file."""
     out = folder / "out.json"
     assert main(["bench", "loading", *words, "--out", str(out), "--no-plot"]) == 0
     result: dict[str, Any] = json.loads(out.read_text())
@@ -102,47 +76,49 @@ def npy(array: np.ndarray) -> bytes:
 
 
 def test_arrays_are_paired_by_folder_and_by_ending() -> None:
-    found = raw_set(manifest_of("images/b.npy", "images/a.npy", "labels/a.npy", "labels/b.npy", "images/c.npy"), None)
-    keys = found.manifest.keys()
-    assert [(c.id, keys[c.images[0]], keys[c.label]) for c in found.cases] == [
+    result = find_cases(
+        manifest_of("images/b.npy", "images/a.npy", "labels/a.npy", "labels/b.npy", "images/c.npy"), None
+    )
+    keys = result.manifest.keys()
+    assert [(c.id, keys[c.images[0]], keys[c.label]) for c in result.cases] == [
         ("a", "raw/images/a.npy", "raw/labels/a.npy"),
         ("b", "raw/images/b.npy", "raw/labels/b.npy"),
     ]
-    assert found.sample_bytes == 20
-    assert [c.id for c in raw_set(manifest_of("t/a_x.npy", "t/a_y.npy", "t/b_x.npy"), None).cases] == ["t/a"]
+    assert result.sample_bytes == 20
+    assert [c.id for c in find_cases(manifest_of("t/a_x.npy", "t/a_y.npy", "t/b_x.npy"), None).cases] == ["t/a"]
 
 
 def test_layouts_that_prepare_takes_are_raw_sets_too() -> None:
-    objects = made.nnunet(3)
-    found = raw_set(manifest_of(*objects), json.loads(objects["dataset.json"]))
-    assert [(c.id, len(c.images)) for c in found.cases] == [("p_0", 2), ("p_1", 2), ("p_2", 2)]
-    with pytest.raises(LayoutError, match="no dataset layout"):
-        raw_set(manifest_of("readme.txt"), None)
+    objects = sample_data.make_nnunet(3)
+    result = find_cases(manifest_of(*objects), json.loads(objects["dataset.json"]))
+    assert [(c.id, len(c.images)) for c in result.cases] == [("p_0", 2), ("p_1", 2), ("p_2", 2)]
+    with pytest.raises(LayoutError, match="unknown dataset layout"):
+        find_cases(manifest_of("readme.txt"), None)
     with pytest.raises(LayoutError, match="both an image and a label"):
-        raw_set(manifest_of("case_00000/imaging.nii.gz"), None)
+        find_cases(manifest_of("case_00000/imaging.nii.gz"), None)
 
 
 def test_arrays_have_channels_and_fit_their_label() -> None:
     case = RawCase("a", (0,), 1)
     image = np.arange(24, dtype=np.float32).reshape(2, 3, 4)
     for stored in (image, image[None], np.asfortranarray(image)):
-        got, label = arrays(case, ["a.npy", "b.npy"], [npy(stored), npy(np.ones((2, 3, 4), np.uint8))])
+        got, label = decode_case(case, ["a.npy", "b.npy"], [npy(stored), npy(np.ones((2, 3, 4), np.uint8))])
         assert got.shape == (1, 2, 3, 4)
         assert np.array_equal(got[0], image)
         assert label.shape == (2, 3, 4)
-    with pytest.raises(ScanError, match=r"a: an image of \(2, 3, 4\)"):
-        arrays(case, ["a.npy", "b.npy"], [npy(image), npy(np.ones((2, 3, 5), np.uint8))])
+    with pytest.raises(ScanError, match=r"a: the image has \(2, 3, 4\)"):
+        decode_case(case, ["a.npy", "b.npy"], [npy(image), npy(np.ones((2, 3, 5), np.uint8))])
     for body in (npy(image)[:-1], b"not an array"):
-        with pytest.raises(ScanError, match=r"not a whole \.npy file"):
-            arrays(case, ["a.npy", "b.npy"], [body, npy(image)])
-    with pytest.raises(ScanError, match="an array of 2 axes"):
-        arrays(case, ["a.npy", "b.npy"], [npy(image[0]), npy(image)])
+        with pytest.raises(ScanError, match=r"not a complete \.npy file"):
+            decode_case(case, ["a.npy", "b.npy"], [body, npy(image)])
+    with pytest.raises(ScanError, match="the array has 2 axes"):
+        decode_case(case, ["a.npy", "b.npy"], [npy(image[0]), npy(image)])
 
 
 def test_crops_reach_beyond_the_volume_with_zeros() -> None:
     array = np.arange(1, 61).reshape(1, 3, 4, 5)
-    assert np.array_equal(cropped(array, (1, 0, 2), (2, 3, 3)), array[:, 1:3, 0:3, 2:5])
-    beyond = cropped(array, (-1, 2, 0), (3, 4, 5))
+    assert np.array_equal(crop(array, (1, 0, 2), (2, 3, 3)), array[:, 1:3, 0:3, 2:5])
+    beyond = crop(array, (-1, 2, 0), (3, 4, 5))
     assert beyond.shape == (1, 3, 4, 5)
     assert np.array_equal(beyond[:, 1:, :2], array[:, :2, 2:])
     assert not beyond[:, 0].any()
@@ -151,44 +127,52 @@ def test_crops_reach_beyond_the_volume_with_zeros() -> None:
 
 def test_both_modes_give_the_same_patches_of_the_same_cases(data: Bucket) -> None:
     prepared = Prepared.load(f"{data.uri}/prepared", data.config)
-    raw = raw_set(list_objects(f"{data.uri}/raw/", config=data.config), None)
+    raw = find_cases(list_objects(f"{data.uri}/raw/", config=data.config), None)
     assert [case.id for case in raw.cases] == prepared.ids
-    how: dict[str, Any] = {"samples": 9, "patch": (16, 16, 16), "foreground_share": 0.0, "seed": 3, "in_flight": 3}
+    arguments: dict[str, Any] = {
+        "samples": 9,
+        "patch": (16, 16, 16),
+        "foreground_share": 0.0,
+        "seed": 3,
+        "in_flight": 3,
+    }
     (ct,) = prepared.plan.normalisation
-    whole, ours = WholeObjects(raw, data.config, **how), PatchStream(prepared, **how)
+    whole, patches = WholeObjects(raw, data.config, **arguments), PatchStream(prepared, **arguments)
     for epoch in range(2):
         whole.set_epoch(epoch)
-        ours.set_epoch(epoch)
-        pairs = list(zip(whole, ours, strict=True))
+        patches.set_epoch(epoch)
+        pairs = list(zip(whole, patches, strict=True))
         assert len(pairs) == 9
-        for theirs, mine in pairs:
-            assert (theirs["row"], theirs["position"]) == (mine["row"], mine["position"])
-            assert theirs["label"].equal(mine["label"])
-            seen = (theirs["image"].clamp(ct.lower, ct.upper) - ct.mean) / ct.std
-            inside = theirs["image"] != 0  # beyond the volume both are zero, normalised or not
-            assert torch.allclose(seen[inside], mine["image"][inside], atol=0.01)
+        for whole_sample, patch_sample in pairs:
+            assert (whole_sample["row"], whole_sample["position"]) == (patch_sample["row"], patch_sample["position"])
+            assert whole_sample["label"].equal(patch_sample["label"])
+            normalised = (whole_sample["image"].clamp(ct.lower, ct.upper) - ct.mean) / ct.std
+            inside = whole_sample["image"] != 0  # beyond the volume both are zero, normalised or not
+            assert torch.allclose(normalised[inside], patch_sample["image"][inside], atol=0.01)
 
 
 # -- settings ----------------------------------------------------------------------------------------------------------
 
 
 def test_an_epoch_is_whole_steps() -> None:
-    assert SETTING.samples_of(30) == 24
-    assert dataclasses.replace(SETTING, samples=40).samples_of(5) == 36
-    assert dataclasses.replace(SETTING, steps=5).samples_of(1) == 60
-    with pytest.raises(ConfigError, match=r"12 samples, 2 on each of 6 ranks; an epoch has 11 cases.*--samples 120"):
-        SETTING.samples_of(11)
+    assert SETTING.samples_per_epoch(30) == 24
+    assert dataclasses.replace(SETTING, samples=40).samples_per_epoch(5) == 36
+    assert dataclasses.replace(SETTING, steps=5).samples_per_epoch(1) == 60
+    with pytest.raises(
+        ConfigError, match=r"12 samples, 2 on each of 6 ranks, but an epoch has 11 cases.*--samples 120"
+    ):
+        SETTING.samples_per_epoch(11)
 
 
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
-        ({"batch": 0}, "--batch 0"),
-        ({"step_time_s": -1.0}, "--step-time -1"),
-        ({"step_time_s": float("nan")}, "--step-time nan"),
-        ({"workers": -1}, "--workers -1"),
-        ({"foreground_share": 2.0}, "--foreground-share 2"),
-        ({"patch": (0, 1, 1)}, "--patch"),
+        ({"batch": 0}, "batch: .* 1, got 0"),
+        ({"step_time_s": -1.0}, "step_time_s: .* 0, got -1"),
+        ({"step_time_s": float("nan")}, "step_time_s: .*finite"),
+        ({"workers": -1}, "workers: .* 0, got -1"),
+        ({"foreground_share": 2.0}, "foreground_share: .* 1, got 2"),
+        ({"patch": "0,1,1"}, "--patch"),
         ({"samples": 4, "steps": 2}, "--samples and --steps"),
         ({"data": ("a", "b", "c")}, "3 datasets"),
         ({"data": ("a", "b"), "manifest": "m"}, "--manifest"),
@@ -203,27 +187,35 @@ def test_settings_that_make_no_sense_are_named(fields: dict[str, Any], words: st
 
 
 def test_patches_as_words() -> None:
-    assert triple("64") == (64, 64, 64)
-    assert triple("1,2,3") == (1, 2, 3)
+    assert parse_patch("64") == (64, 64, 64)
+    assert parse_patch("1,2,3") == (1, 2, 3)
     for text in ("", "1,2", "a", "1,2,3,4", "-1"):
         with pytest.raises(ConfigError, match="--patch"):
-            triple(text)
+            parse_patch(text)
 
 
 # -- what the figures mean ---------------------------------------------------------------------------------------------
 
 
 def rank_epoch(**fields: Any) -> RankEpoch:
-    values: dict[str, Any] = {"leg": 0, "cache": "none", "epoch": 1, "rank": 0, "node": 0, "host": "h", "seconds": 2.0}
+    values: dict[str, Any] = {
+        "source": 0,
+        "cache": "none",
+        "epoch": 1,
+        "rank": 0,
+        "node": 0,
+        "host": "h",
+        "seconds": 2.0,
+    }
     values |= {"steps": 10, "samples": 20, "waited_s": 1.0, "first_batch_s": 0.1, "bytes": 10**9, "requests": 100}
     values |= {"retries": 0, "bucket_s": 3.0, "decode_s": 1.0, "cpu_s": 0.2, "memory_bytes": 1000, "server": None}
     return RankEpoch(**{**values, **fields})
 
 
-def document(setting: LoadingSetting, *epochs: RankEpoch) -> dict[str, Any]:
+def document(setting: LoadingSettings, *epochs: RankEpoch) -> dict[str, Any]:
     data = [{"uri": "gs://b/raw", "mode": "whole-object", "cases": 9, "sample_bytes": 5.0}]
-    found = Found(data=data, patch=(8, 8, 8), samples=[40], epochs=list(epochs), start={}, server=None)
-    return loading_report.document(setting, found)
+    loading_result = LoadingResult(data=data, patch=(8, 8, 8), samples=[40], epochs=list(epochs), start={}, server=None)
+    return loading_report.build_report(setting, loading_result)
 
 
 def test_epochs_are_summed_over_ranks_and_over_each_nodes() -> None:
@@ -250,8 +242,8 @@ def test_epochs_are_summed_over_ranks_and_over_each_nodes() -> None:
     ]
     assert (epoch["server_bytes"], epoch["server_requests"], epoch["server_refused"]) == (3 * 10**9, 301, 7)
     assert epoch["server_cpu_s"] == 0.5
-    assert "the bucket refused 7 of 300 requests" in " ".join(loading_report.words(result))
-    text = loading_report.table(result)
+    assert "the bucket refused 7 of 300 requests" in " ".join(loading_report.explain(result))
+    text = loading_report.format_report(result)
     assert len(text.splitlines()) == 4
     assert "3,000.0" in text
 
@@ -272,8 +264,8 @@ def test_what_binds_is_named(fields: dict[str, Any], step_s: float, bound: str) 
     setting = dataclasses.replace(SETTING, ranks=1, nodes=1, step_time_s=step_s)
     result = document(setting, rank_epoch(**fields))
     assert result["summary"][0]["bound"] == bound
-    said = " ".join(loading_report.words(result))
-    assert ("no stall to speak of" in said) == (step_s == 0)
+    output = " ".join(loading_report.explain(result))
+    assert ("there is no stall" in output) == (step_s == 0)
     assert (result["summary"][0]["stall_share"] is None) == (step_s == 0)
 
 
@@ -291,7 +283,7 @@ def test_raw_scans_and_the_prepared_dataset_are_compared(
         ("whole-object", 2, 8),
         ("patches", 2, 8),
     ]
-    whole = sum(map(len, made.kits(CASES).values())) / CASES
+    whole = sum(map(len, sample_data.make_kits19(CASES).values())) / CASES
     assert [(leg["cases"], leg["sample_bytes"]) for leg in result["data"]] == [(CASES, whole), (CASES, None)]
     for epoch in result["epochs"]:
         assert epoch["bytes"] == epoch["server_bytes"] > 0, "client and server count alike"
@@ -303,9 +295,9 @@ def test_raw_scans_and_the_prepared_dataset_are_compared(
     assert result["comparison"]["same_samples"]
     assert result["comparison"]["counted_by"] == "server"
     assert result["server"]["kind"] == "emulator"
-    said = capsys.readouterr()
-    assert "patches against whole-object, the same cases in the same order" in said.out
-    assert "epoch 2 of 2" in said.err
+    output = capsys.readouterr()
+    assert "patches against whole-object, the same cases in the same order" in output.out
+    assert "epoch 2 of 2" in output.err
 
 
 def test_a_warm_cache_spares_the_bucket_and_a_cold_one_begins_empty(
@@ -376,7 +368,7 @@ def test_a_manifest_of_a_folder_whose_name_begins_alike_is_refused(
     assert main(["ls", f"{data.uri}/raw/", "--save", saved]) == 0
     words = ["bench", "loading", f"{data.uri}/ra", "--manifest", saved, "--out", str(tmp_path / "a.json")]
     assert main(words) == 1
-    assert "a manifest of" in capsys.readouterr().err
+    assert "the manifest lists" in capsys.readouterr().err
 
 
 def _last_for(device: object, folder: str) -> None:
@@ -397,14 +389,14 @@ def test_ranks_end_with_the_process_that_started_them(tmp_path: Path) -> None:
 
 
 def _until(true: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 300
     while not true():
         assert time.monotonic() < deadline
         time.sleep(0.1)
 
 
 def _runs(pid: int) -> bool:
-    """Whether a process is there and not merely waiting to be noticed as ended."""
+    """Return whether a process runs and is not a zombie."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0] != "Z"
     except FileNotFoundError:
@@ -414,7 +406,7 @@ def _runs(pid: int) -> bool:
 def test_a_rank_that_fails_ends_all_of_them(
     data: Bucket, emulator: Emulator, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Also with a cache, which ranks otherwise remove together."""
+    """This includes a cache, which the ranks otherwise remove together."""
     emulator.put("bkt", "raw/case_00003/imaging.nii.gz", b"no scan")
     words = [f"{data.uri}/raw", "--ranks", "2", "--batch", "1", "--cache", "cold", "--patch", "16", "--no-plot"]
     assert main(["bench", "loading", *words, "--out", str(tmp_path / "a.json")]) == 1
@@ -430,27 +422,27 @@ def test_results_and_plot_go_to_a_bucket(data: Bucket, emulator: Emulator) -> No
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "message"),
     [
-        (("prepared", "--mode", "whole-object"), "mode whole-object reads raw scans.*Give the scans.*/raw"),
-        (("raw", "--mode", "patches"), "mode patches reads a prepared dataset.*voxlane prepare SRC DST"),
-        (("prepared", "--ranks", "4"), "8 samples, 2 on each of 4 ranks; an epoch has 6 cases"),
-        (("raw", "raw"), "both read as whole-object"),
+        (("prepared", "--mode", "whole-object"), "mode whole-object needs raw scans.*Give the scans.*/raw"),
+        (("raw", "--mode", "patches"), "mode patches needs a prepared dataset.*voxlane prepare SRC DST"),
+        (("prepared", "--ranks", "4"), "8 samples, 2 on each of 4 ranks, but an epoch has 6 cases"),
+        (("raw", "raw"), "both datasets are read as whole-object"),
         (("prepared", "--manifest", "x"), "Leave --manifest out"),
-        (("nothing",), "nothing is here"),
+        (("nothing",), "the folder is empty"),
         (("prepared", "--out", "gs://none/a.json"), "no such bucket"),
         (("prepared", "--out", "gs://bkt/a.txt"), "the result file is JSON"),
-        (("prepared", "--cache-bytes", "lots"), "--cache-bytes: 'lots'"),
+        (("prepared", "--cache-bytes", "lots"), "--cache-bytes: expected a size.*'lots'"),
     ],
 )
 def test_mistakes_are_told_in_one_line(
-    data: Bucket, capsys: pytest.CaptureFixture[str], words: tuple[str, ...], told: str
+    data: Bucket, capsys: pytest.CaptureFixture[str], words: tuple[str, ...], message: str
 ) -> None:
     arguments = [f"{data.uri}/{word}" if word in ("raw", "prepared", "nothing") else word for word in words]
     assert main(["bench", "loading", *arguments]) != 0
-    said = capsys.readouterr().err
-    assert len(said.strip().splitlines()) == 1
-    assert re.search(told, said), said
+    output = capsys.readouterr().err
+    assert len(output.strip().splitlines()) == 1
+    assert re.search(message, output), output
 
 
 def test_what_a_worker_raises_comes_without_its_traceback(
@@ -460,10 +452,10 @@ def test_what_a_worker_raises_comes_without_its_traceback(
         emulator.put("bkt", key, b"no scan")
     words = [f"{data.uri}/raw", "--patch", "16", "--workers", "1", "--no-plot"]
     assert main(["bench", "loading", *words]) != 0
-    said = capsys.readouterr().err
-    assert "Traceback" not in said
-    assert "not a NIfTI file" in said
-    assert "gs://bkt/raw/case_" in said
+    output = capsys.readouterr().err
+    assert "Traceback" not in output
+    assert "not a NIfTI file" in output
+    assert "gs://bkt/raw/case_" in output
 
 
 def test_it_takes_part_in_a_job_that_torchrun_started(data: Bucket, emulator: Emulator, tmp_path: Path) -> None:
@@ -472,7 +464,7 @@ def test_it_takes_part_in_a_job_that_torchrun_started(data: Bucket, emulator: Em
     quiet = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
     command += ["--out", f"{data.uri}/out/job.json", "--no-plot"]
     done = subprocess.run(
-        command, capture_output=True, text=True, env={**os.environ, **quiet}, timeout=150, cwd=tmp_path
+        command, capture_output=True, text=True, env={**os.environ, **quiet}, timeout=400, cwd=tmp_path
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("samples/s") == 1, "one rank reports"

@@ -1,4 +1,4 @@
-"""docs/performance.md is what the generator makes of the committed result files, and says what is missing."""
+"""Test that docs/performance.md matches the committed result files, and that the page names missing ones."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ RESULTS = ROOT / "benchmarks" / "results"
 PAGE = ROOT / "docs" / "performance.md"
 
 
-def made(results: Path, out: Path) -> str:
-    """The page that the generator writes for a folder of result files."""
+def generate_page(results: Path, out: Path) -> str:
+    """Return the page that the generator writes for a folder of result files."""
     script = ROOT / "benchmarks" / "performance.py"
     command = [sys.executable, str(script), "--results", str(results), "--out", str(out)]
     done = subprocess.run(command, capture_output=True, text=True)
@@ -26,7 +26,7 @@ def made(results: Path, out: Path) -> str:
 
 
 def test_the_committed_page_is_that_of_the_committed_results(tmp_path: Path) -> None:
-    assert made(RESULTS, tmp_path / "page.md") == PAGE.read_text(), "run: make bench-report"
+    assert generate_page(RESULTS, tmp_path / "page.md") == PAGE.read_text(), "run: make bench-report"
 
 
 def test_what_the_page_points_to_is_there() -> None:
@@ -37,7 +37,7 @@ def test_what_the_page_points_to_is_there() -> None:
 
 def test_without_results_nothing_is_claimed(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
-    text = made(tmp_path / "empty", tmp_path / "page.md")
+    text = generate_page(tmp_path / "empty", tmp_path / "page.md")
     summary = text.split("## Summary")[1].split("## Where we are slower")[0]
     claims = [line for line in summary.splitlines() if line.startswith("| ")][1:]
     assert claims
@@ -59,12 +59,12 @@ def spread(median: float, least: float, most: float) -> dict[str, float]:
 
 
 def test_a_ratio_says_what_the_spreads_allow(functions: Any) -> None:
-    ours, peers = spread(1.0, 0.8, 1.25), spread(2.0, 1.5, 4.0)
-    assert functions.faster(ours, peers) == {"median": 2.0, "min": 1.2, "max": 5.0}
-    assert functions.more(peers, ours) == functions.faster(ours, peers)
-    assert functions.times(functions.faster(ours, peers)) == "2.00x (1.20 to 5.00)"
-    assert functions.times(functions.faster(peers, ours)) == "0.50x (0.20 to 0.83), **slower**"
-    assert functions.times(spread(1.2, 0.9, 1.4)) == "1.20x (0.90 to 1.40), not told apart"
+    our_spread, peer_spread = spread(1.0, 0.8, 1.25), spread(2.0, 1.5, 4.0)
+    assert functions.faster(our_spread, peer_spread) == {"median": 2.0, "min": 1.2, "max": 5.0}
+    assert functions.more(peer_spread, our_spread) == functions.faster(our_spread, peer_spread)
+    assert functions.times(functions.faster(our_spread, peer_spread)) == "2.00x (1.20 to 5.00)"
+    assert functions.times(functions.faster(peer_spread, our_spread)) == "0.50x (0.20 to 0.83), **slower**"
+    assert functions.times(spread(1.2, 0.9, 1.4)) == "1.20x (0.90 to 1.40), not significant"
 
 
 def test_a_peer_that_is_faster_is_listed_and_a_quick_run_is_named(tmp_path: Path) -> None:
@@ -75,7 +75,7 @@ def test_a_peer_that_is_faster_is_listed_and_a_quick_run_is_named(tmp_path: Path
             row["total_s"] = spread(0.01, 0.009, 0.011)
     (tmp_path / "results").mkdir()
     (tmp_path / "results" / "listing.json").write_text(json.dumps(document))
-    text = made(tmp_path / "results", tmp_path / "page.md")
+    text = generate_page(tmp_path / "results", tmp_path / "page.md")
     slower = text.split("## Where we are slower")[1].split("\n## ")[0]
     assert slower.count("| dataflux |") == len({r["keys"] for r in document["summary"] if r["contender"] == "dataflux"})
     assert slower.count("**slower**") >= slower.count("| dataflux |")
@@ -120,7 +120,7 @@ def test_a_training_step_stands_beside_the_first_of_its_kind(tmp_path: Path) -> 
     }
     (tmp_path / "results").mkdir()
     (tmp_path / "results" / "step.json").write_text(json.dumps(document))
-    text = made(tmp_path / "results", tmp_path / "page.md")
+    text = generate_page(tmp_path / "results", tmp_path / "page.md")
     assert "a CPU, 16 cores, 128.0 GiB, NVIDIA H200" in text
     section = text.split("## A training step")[1].split("\n## ")[0]
     assert "| ours | 24.00 (23.50 to 24.50) | 2.40x (2.33 to 2.47) | 83.3 | 3.33 |" in section
@@ -131,7 +131,7 @@ def test_a_training_step_stands_beside_the_first_of_its_kind(tmp_path: Path) -> 
     assert "nnU-Net as it ships | not measured yet |" in summary
     slower = text.split("## Where we are slower")[1].split("\n## ")[0]
     assert "| a training step of MLPerf's network | compile | 0.83x (0.80 to 0.87), **slower** |" in slower
-    assert "| most memory, a training step of MLPerf's network | compile | 0.50x, no spread, **slower** |" in slower
+    assert "| peak memory, a training step of MLPerf's network | compile | 0.50x, no spread, **slower** |" in slower
 
 
 def test_what_failed_is_neither_ours_nor_a_gain(tmp_path: Path) -> None:
@@ -142,6 +142,6 @@ def test_what_failed_is_neither_ours_nor_a_gain(tmp_path: Path) -> None:
             row.update(service="gcs", keys=1, contender="voxlane", error="it broke")
     (tmp_path / "results").mkdir()
     (tmp_path / "results" / "listing.json").write_text(json.dumps(document))
-    text = made(tmp_path / "results", tmp_path / "page.md")
+    text = generate_page(tmp_path / "results", tmp_path / "page.md")
     line = next(line for line in text.splitlines() if line.startswith("| listing a million keys"))
     assert "not measured yet" in line

@@ -1,8 +1,7 @@
-"""Saves in the background: exact, one at a time, and never failing in silence."""
+"""Background saves are exact, run one at a time, and always report failures."""
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 import pytest
@@ -10,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from tests.conftest import Bucket
-from tests.ranks import Ranks
+from tests.ranks import RankPool
 from voxlane import errors
 from voxlane.checkpoint import AsyncSaver, load_sharded
 from voxlane.checkpoint.lifecycle import list_checkpoints
@@ -23,7 +22,7 @@ def _load(uri: str, config: Any, like: dict[str, Any]) -> dict[str, Any]:
     return state
 
 
-def test_what_training_changes_after_save_returns_is_not_saved(gcs: Bucket) -> None:
+def test_changes_after_save_returns_are_not_saved(gcs: Bucket) -> None:
     weights = {"w": torch.zeros(2_000_000), "b": torch.zeros(10)}
     with AsyncSaver(gcs.config) as saver:
         for step in range(3):
@@ -35,20 +34,20 @@ def test_what_training_changes_after_save_returns_is_not_saved(gcs: Bucket) -> N
         assert all(bool((t == step).all()) for t in loaded.values())
 
 
-def test_a_failure_is_told_by_the_future_the_next_save_and_the_end(gcs: Bucket) -> None:
+def test_the_future_the_next_save_and_the_end_raise_a_failure(gcs: Bucket) -> None:
     saver = AsyncSaver(gcs.config)
     future = saver.save({"w": torch.zeros(10)}, "gs://no-such-bucket/x")
     with pytest.raises(errors.BucketNotFoundError, match="no-such-bucket"):
-        future.result(timeout=60)
+        future.result(timeout=300)
     with pytest.raises(errors.BucketNotFoundError, match="no-such-bucket"):
         saver.save({"w": torch.zeros(10)}, f"{gcs.uri}/x")
-    saver.save({"w": torch.zeros(10)}, f"{gcs.uri}/x").result(timeout=60)  # the error was told: it goes on
+    saver.save({"w": torch.zeros(10)}, f"{gcs.uri}/x").result(timeout=300)  # after the error it continues
     with pytest.raises(errors.BucketNotFoundError, match="no-such-bucket"), saver:
         saver.save({"w": torch.zeros(10)}, "gs://no-such-bucket/x")
     assert [c.name for c in list_checkpoints(gcs.uri, gcs.config)] == ["x"]
 
 
-def test_a_save_waits_for_the_one_before_or_refuses(gcs: Bucket, emulator: Emulator) -> None:
+def test_a_save_waits_for_the_previous_one_or_raises(gcs: Bucket, emulator: Emulator) -> None:
     emulator.set_faults(Faults(latency_s=0.3))
     state = {"w": torch.zeros(1000)}
     with AsyncSaver(gcs.config) as saver:
@@ -64,20 +63,17 @@ def test_a_save_waits_for_the_one_before_or_refuses(gcs: Bucket, emulator: Emula
     assert [c.name for c in list_checkpoints(gcs.uri, gcs.config)] == ["1", "2", "3"]
 
 
-def test_training_goes_on_while_it_saves(gcs: Bucket, emulator: Emulator) -> None:
-    emulator.set_faults(Faults(latency_s=0.5))
+def test_save_returns_before_the_upload_ends(gcs: Bucket, emulator: Emulator) -> None:
     with AsyncSaver(gcs.config) as saver:
-        saver.save({"w": torch.zeros(1000)}, f"{gcs.uri}/0").result()  # its first use also makes threads and memory
-        start = time.monotonic()
+        saver.save({"w": torch.zeros(1000)}, f"{gcs.uri}/0").result()  # the first save also starts threads
+        emulator.set_faults(Faults(latency_s=2.0))  # a save is four round trips
         future = saver.save({"w": torch.zeros(1000)}, f"{gcs.uri}/1")
-        returned_s = time.monotonic() - start
+        assert not future.done()
+        emulator.clear_faults()
         future.result()
-        saved_s = time.monotonic() - start
-    emulator.clear_faults()
-    assert returned_s < saved_s / 3  # a save is four round trips here
 
 
-def test_a_rank_that_fails_fails_the_save_on_every_rank(gcs: Bucket, ranks: Ranks) -> None:
+def test_a_failing_rank_fails_the_save_on_every_rank(gcs: Bucket, ranks: RankPool) -> None:
     for message in ranks.run(_save_with_a_failing_rank, 2, gcs.uri, gcs.config):
         assert "rank 1 has no disk" in message
     assert list_checkpoints(gcs.uri, gcs.config) == []
@@ -95,10 +91,10 @@ def _save_with_a_failing_rank(rank: int, uri: str, config: Any) -> str:
     with AsyncSaver(config) as saver:
         future = saver.save(state, f"{uri}/x")
         weights = torch.ones(3)
-        dist.all_reduce(weights)  # training's own messages do not mix with the save's
+        dist.all_reduce(weights)  # messages of training do not mix with those of the save
         assert weights[0] == 2
         with pytest.raises(Exception, match="rank 1 has no disk") as caught:
-            future.result(timeout=60)
+            future.result(timeout=300)
         saver._running = None
     return str(caught.value)
 

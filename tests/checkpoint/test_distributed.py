@@ -19,10 +19,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from tests.conftest import Bucket
-from tests.ranks import Ranks
+from tests.ranks import RankPool
 from voxlane import errors
 from voxlane.checkpoint import Checkpoint
-from voxlane.checkpoint.collective import unwrapped
+from voxlane.checkpoint.collective import unwrap_rank_errors
 from voxlane.checkpoint.distributed_metadata import StoredFile
 from voxlane.checkpoint.distributed_reader import DistributedReader, load_sharded
 from voxlane.checkpoint.distributed_writer import DistributedWriter, save_sharded
@@ -67,13 +67,13 @@ def _save(rank: int, uri: str, config: Any) -> None:
 
 
 def _load(rank: int, uri: str, config: Any) -> int:
-    wanted = _full()
-    state = {"model": _blank(_sharded(rank, wanted)), "step": 0, "loader": {"epoch": 0, "position": [0, 0]}}
+    expected = _full()
+    state = {"model": _blank(_sharded(rank, expected)), "step": 0, "loader": {"epoch": 0, "position": [0, 0]}}
     reader = DistributedReader(uri, config)
     dcp.load(state, storage_reader=reader)
     for name, tensor in state["model"].items():
         full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-        assert torch.equal(full, wanted[name]), name
+        assert torch.equal(full, expected[name]), name
     assert state["step"] == 12
     assert state["loader"] == {"epoch": 1, "position": [3, 4]}
     return reader._store.counters.read().bytes_read
@@ -81,7 +81,7 @@ def _load(rank: int, uri: str, config: Any) -> int:
 
 @pytest.mark.parametrize("kind", ["gcs", "s3", "azure", "folder"])
 def test_saved_on_four_ranks_and_loaded_on_four_two_and_one(
-    kind: str, request: pytest.FixtureRequest, ranks: Ranks
+    kind: str, request: pytest.FixtureRequest, ranks: RankPool
 ) -> None:
     bucket: Bucket = request.getfixturevalue(kind)
     uri = f"{bucket.uri}/run/step-1"
@@ -90,7 +90,7 @@ def test_saved_on_four_ranks_and_loaded_on_four_two_and_one(
         ranks.run(_load, num_ranks, uri, bucket.config)
 
 
-def test_what_many_ranks_want_is_read_once(gcs: Bucket, ranks: Ranks) -> None:
+def test_data_that_many_ranks_need_is_read_once(gcs: Bucket, ranks: RankPool) -> None:
     uri = f"{gcs.uri}/run/replicated"
     ranks.run(_save_replicated, 1, uri, gcs.config)
     stored = sum(len(gcs.store.get(k)) for k in _keys(gcs, "run/replicated/"))
@@ -115,17 +115,17 @@ def _save_replicated(rank: int, uri: str, config: Any) -> None:
 
 
 def _load_replicated(rank: int, uri: str, config: Any, read_once: bool) -> int:
-    wanted = _replicated()
-    state: dict[str, Any] = {"model": {name: torch.zeros_like(t) for name, t in wanted.items()}, "epoch": 0}
+    expected = _replicated()
+    state: dict[str, Any] = {"model": {name: torch.zeros_like(t) for name, t in expected.items()}, "epoch": 0}
     reader = DistributedReader(uri, config, read_once=read_once)
     dcp.load(state, storage_reader=reader)
-    assert all(torch.equal(state["model"][name], wanted[name]) for name in wanted)
+    assert all(torch.equal(state["model"][name], expected[name]) for name in expected)
     assert state["epoch"] == 3
     return reader._store.counters.read().bytes_read
 
 
-def test_shards_of_replicas_are_read_once(gcs: Bucket, ranks: Ranks) -> None:
-    """Hybrid sharding: two replicas of two shards each."""
+def test_shards_of_replicas_are_read_once(gcs: Bucket, ranks: RankPool) -> None:
+    """Hybrid sharding has two replicas of two shards each."""
     uri = f"{gcs.uri}/run/hybrid"
     ranks.run(_save_hybrid, 4, uri, gcs.config)
     stored = sum(len(gcs.store.get(k)) for k in _keys(gcs, "run/hybrid/"))
@@ -143,15 +143,15 @@ def _save_hybrid(rank: int, uri: str, config: Any) -> None:
 
 
 def _load_hybrid(rank: int, uri: str, config: Any) -> int:
-    wanted = _hybrid()
-    state = _blank({"w": wanted})
+    expected = _hybrid()
+    state = _blank({"w": expected})
     reader = DistributedReader(uri, config)
     dcp.load(state, storage_reader=reader)
-    assert torch.equal(state["w"].to_local(), wanted.to_local())
+    assert torch.equal(state["w"].to_local(), expected.to_local())
     return reader._store.counters.read().bytes_read
 
 
-def test_one_file_is_read_once_for_all_ranks(gcs: Bucket, ranks: Ranks) -> None:
+def test_one_file_is_read_once_for_all_ranks(gcs: Bucket, ranks: RankPool) -> None:
     state = {"w": torch.randn(3000, 3000), "n": 5}
     Checkpoint(gcs.uri, gcs.config).save(state, "one.ckpt")
     size = gcs.store.head("one.ckpt").size
@@ -167,7 +167,7 @@ def _load_one(rank: int, uri: str, config: Any) -> tuple[float, int]:
     return state["w"].double().sum().item(), checkpoint.store.counters.read().bytes_read
 
 
-def test_a_rank_that_cannot_read_fails_all_of_them(gcs: Bucket, ranks: Ranks) -> None:
+def test_a_rank_that_cannot_read_fails_all_of_them(gcs: Bucket, ranks: RankPool) -> None:
     ranks.run(_save_replicated, 1, f"{gcs.uri}/broken", gcs.config)
     key = next(k for k in _keys(gcs, "broken/") if k.endswith("_0.distcp") or "__0_0" in k)
     body = bytearray(gcs.store.get(key))
@@ -196,7 +196,7 @@ def _blank_state() -> dict[str, Any]:
     return {"model": {"a": torch.zeros(100, 500), "b": torch.zeros(3)}, "step": 0}
 
 
-def test_it_is_saved_and_loaded_in_one_process(bucket: Bucket) -> None:
+def test_save_and_load_in_one_process(bucket: Bucket) -> None:
     save_sharded(_state(), f"{bucket.uri}/x", bucket.config)
     loaded = _blank_state()
     load_sharded(loaded, f"{bucket.uri}/x", bucket.config)
@@ -204,23 +204,23 @@ def test_it_is_saved_and_loaded_in_one_process(bucket: Bucket) -> None:
     assert loaded["step"] == 4
 
 
-def test_torch_reads_ours_and_we_read_torchs(folder: Bucket) -> None:
+def test_torch_and_voxlane_read_each_others_checkpoints(folder: Bucket) -> None:
     path = folder.uri.removeprefix("file://")
-    save_sharded(_state(), f"{path}/ours", folder.config)
-    theirs = _blank_state()
+    save_sharded(_state(), f"{path}/voxlane", folder.config)
+    read_by_torch = _blank_state()
     with pytest.warns(UserWarning, match="torch.distributed"):
-        dcp.load(theirs, storage_reader=dcp.FileSystemReader(f"{path}/ours"))
-    assert torch.equal(theirs["model"]["a"], _state()["model"]["a"])
+        dcp.load(read_by_torch, storage_reader=dcp.FileSystemReader(f"{path}/voxlane"))
+    assert torch.equal(read_by_torch["model"]["a"], _state()["model"]["a"])
     with pytest.warns(UserWarning, match="torch.distributed"):
-        dcp.save(_state(), storage_writer=dcp.FileSystemWriter(f"{path}/theirs"))
+        dcp.save(_state(), storage_writer=dcp.FileSystemWriter(f"{path}/torch"))
     loaded = _blank_state()
-    load_sharded(loaded, f"{path}/theirs", folder.config)
+    load_sharded(loaded, f"{path}/torch", folder.config)
     assert torch.equal(loaded["model"]["a"], _state()["model"]["a"])
     assert loaded["step"] == 4
     assert [c.complete for c in list_checkpoints(path)] == [True, True]
 
 
-def test_overwriting_leaves_one_checkpoint_and_no_other_file(bucket: Bucket) -> None:
+def test_overwriting_leaves_no_old_files(bucket: Bucket) -> None:
     for step in (1, 2):
         save_sharded({"w": torch.full((2000,), float(step))}, f"{bucket.uri}/last", bucket.config)
     loaded = {"w": torch.zeros(2000)}
@@ -232,7 +232,7 @@ def test_overwriting_leaves_one_checkpoint_and_no_other_file(bucket: Bucket) -> 
 
 
 class _Failing(dcp.DefaultSavePlanner):
-    """Cannot give one of its tensors."""
+    """A planner that fails to resolve one of its tensors."""
 
     def resolve_data(self, write_item: Any) -> Any:
         if "b" in write_item.index.fqn:
@@ -240,7 +240,7 @@ class _Failing(dcp.DefaultSavePlanner):
         return super().resolve_data(write_item)
 
 
-def test_a_save_that_fails_publishes_nothing_and_keeps_the_one_before(bucket: Bucket) -> None:
+def test_a_failed_save_publishes_nothing_and_keeps_the_previous_checkpoint(bucket: Bucket) -> None:
     uri = f"{bucket.uri}/last"
     save_sharded(_state(), uri, bucket.config)
     before = sorted(_keys(bucket, bucket.key("last/")))
@@ -256,17 +256,17 @@ def test_a_save_that_fails_publishes_nothing_and_keeps_the_one_before(bucket: Bu
 
 
 class _Forgetful(DistributedWriter):
-    """Loses an item, as torch's threaded writer does when a thread dies."""
+    """A writer that loses an item, as torch's threaded writer does when a thread dies."""
 
     def write_data(self, plan: Any, planner: Any) -> Any:
         done = super().write_data(plan, planner)
-        kept: Any = torch.futures.Future()
-        kept.set_result([r for r in done.value() if "model.b" not in r.index.fqn])
-        return kept
+        filtered: Any = torch.futures.Future()
+        filtered.set_result([r for r in done.value() if "model.b" not in r.index.fqn])
+        return filtered
 
 
 class _Lossy(DistributedWriter):
-    """A file vanishes between upload and commit."""
+    """A writer that loses a file between upload and commit."""
 
     def finish(self, metadata: Any, results: Any) -> None:
         file = next(r.storage_data for r in results[0] if isinstance(r.storage_data, StoredFile))
@@ -277,18 +277,18 @@ class _Lossy(DistributedWriter):
 @pytest.mark.parametrize(
     ("writer", "message"), [(_Forgetful, "1 items were not stored.*'model.b'"), (_Lossy, "no such object")]
 )
-def test_nothing_is_published_over_missing_data(gcs: Bucket, writer: Any, message: str) -> None:
+def test_nothing_is_published_if_data_is_missing(gcs: Bucket, writer: Any, message: str) -> None:
     with (
         pytest.raises(errors.VoxlaneError, match=message),
         warnings.catch_warnings(),
-        unwrapped(gcs.uri),
+        unwrap_rank_errors(gcs.uri),
     ):
         warnings.simplefilter("ignore")
         dcp.save(_state(), storage_writer=writer(f"{gcs.uri}/x", gcs.config))
     assert _keys(gcs, "x/") == []
 
 
-def test_of_two_savers_at_one_place_one_wins_and_the_other_says_so(bucket: Bucket) -> None:
+def test_of_two_concurrent_saves_one_wins_and_the_other_raises(bucket: Bucket) -> None:
     class Late(DistributedWriter):
         def finish(self, metadata: Any, results: Any) -> None:
             save_sharded({"w": torch.ones(3000)}, f"{bucket.uri}/x", bucket.config)
@@ -297,17 +297,17 @@ def test_of_two_savers_at_one_place_one_wins_and_the_other_says_so(bucket: Bucke
     with (
         pytest.raises(errors.CheckpointError, match="another process published"),
         warnings.catch_warnings(),
-        unwrapped(bucket.uri),
+        unwrap_rank_errors(bucket.uri),
     ):
         warnings.simplefilter("ignore")
         dcp.save({"w": torch.zeros(3000)}, storage_writer=Late(f"{bucket.uri}/x", bucket.config))
     loaded = {"w": torch.zeros(3000)}
     load_sharded(loaded, f"{bucket.uri}/x", bucket.config)
     assert loaded["w"][0] == 1
-    assert len(_keys(bucket, bucket.key("x/"))) == 2  # what the loser wrote is gone
+    assert len(_keys(bucket, bucket.key("x/"))) == 2  # the files of the loser are deleted
 
 
-def test_cached_plans_are_as_good(gcs: Bucket) -> None:
+def test_cached_plans_are_supported(gcs: Bucket) -> None:
     for step in range(3):
         state = {"w": torch.full((5000,), float(step)), "step": step}
         with warnings.catch_warnings():
@@ -329,7 +329,7 @@ def test_writer_and_reader_pickle(gcs: Bucket) -> None:
     assert loaded["step"] == 4
 
 
-def test_another_model_is_one_clear_error(gcs: Bucket) -> None:
+def test_loading_into_another_model_raises_one_clear_error(gcs: Bucket) -> None:
     save_sharded(_state(), f"{gcs.uri}/x", gcs.config)
     with pytest.raises(errors.MismatchError, match=r"x: the checkpoint does not fit the model.*model\.c"):
         load_sharded({"model": {"c": torch.zeros(3)}}, f"{gcs.uri}/x", gcs.config)
@@ -337,7 +337,7 @@ def test_another_model_is_one_clear_error(gcs: Bucket) -> None:
         load_sharded({"model": {"a": torch.zeros(100, 501)}}, f"{gcs.uri}/x", gcs.config)
 
 
-def test_what_is_no_checkpoint_is_one_clear_error(gcs: Bucket) -> None:
+def test_files_that_are_no_checkpoint_raise_one_clear_error(gcs: Bucket) -> None:
     with pytest.raises(errors.IncompleteError, match=r"gs://bkt/nothing.*no complete checkpoint"):
         load_sharded({"w": torch.zeros(3)}, f"{gcs.uri}/nothing", gcs.config)
     with pytest.raises(errors.BucketNotFoundError, match="gs://no-such-bucket"):
@@ -370,18 +370,18 @@ def _run() -> None:
     _ran.append("ran")
 
 
-def test_views_that_change_what_is_seen_are_saved_as_they_are_seen(memory: Bucket) -> None:
-    wanted = {
+def test_lazy_views_are_saved_with_their_visible_values(memory: Bucket) -> None:
+    expected = {
         "conj": torch.randn(2000, dtype=torch.complex64).conj(),
         "neg": torch.randn(2000, dtype=torch.cfloat).imag,
     }
-    save_sharded(wanted, f"{memory.uri}/x", memory.config)
+    save_sharded(expected, f"{memory.uri}/x", memory.config)
     loaded = {"conj": torch.zeros(2000, dtype=torch.complex64), "neg": torch.zeros(2000)}
     load_sharded(loaded, f"{memory.uri}/x", memory.config)
-    assert all(torch.equal(loaded[name], wanted[name].resolve_conj()) for name in wanted)
+    assert all(torch.equal(loaded[name], expected[name].resolve_conj()) for name in expected)
 
 
-def test_what_cannot_be_saved_is_named(gcs: Bucket) -> None:
+def test_values_that_cannot_be_saved_are_named(gcs: Bucket) -> None:
     with pytest.raises(errors.CheckpointError, match=r"gs://bkt/x: 'lock' cannot be saved \(TypeError"):
         save_sharded({"w": torch.zeros(3), "lock": threading.Lock()}, f"{gcs.uri}/x", gcs.config)
     assert _keys(gcs, "x/") == []
@@ -394,9 +394,9 @@ def test_attachments_are_published_with_the_checkpoint(bucket: Bucket) -> None:
     assert DistributedReader(uri, bucket.config).attachment("other") is None
     save_sharded(_state(), uri, bucket.config, attachments={"meta.pt": b"two"})
     assert DistributedReader(uri, bucket.config).attachment("meta.pt") == b"two"
-    (found,) = list_checkpoints(uri, bucket.config)
-    assert found.complete
-    assert len(_keys(bucket, bucket.key("x/"))) == len(found.files)
+    (checkpoint,) = list_checkpoints(uri, bucket.config)
+    assert checkpoint.complete
+    assert len(_keys(bucket, bucket.key("x/"))) == len(checkpoint.files)
 
 
 @pytest.mark.parametrize("shape", [(40, 30, 20), (7,), (1, 1), (5, 0, 3)])

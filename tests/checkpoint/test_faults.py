@@ -1,4 +1,4 @@
-"""Failing servers: checkpoints are saved and loaded exactly, or one clear error is raised and the one before stays."""
+"""Failing servers: checkpoints are saved and loaded exactly, or one clear error is raised and the last one stays."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from voxlane.testing import Emulator, Faults
 
 SHORT = RetryConfig(deadline_s=0.5, initial_delay_s=0.05)
 _COUNT = 4_000_000
-"""Elements of the large tensor: 16 MB, several parts."""
+"""Number of elements of the large tensor, which has 16 MB in several parts."""
 
 
 def _state(step: int) -> dict[str, Any]:
@@ -31,7 +31,7 @@ def _state(step: int) -> dict[str, Any]:
 
 
 class Plain:
-    """One file a checkpoint."""
+    """Checkpoints that are single files."""
 
     name = "run/last.ckpt"
 
@@ -44,7 +44,7 @@ class Plain:
 
 
 class Sharded:
-    """A folder a checkpoint, saved as ranks do, in one process."""
+    """Checkpoints that are folders, saved as by ranks but in one process."""
 
     name = "run/last"
 
@@ -62,39 +62,39 @@ Kind = Plain | Sharded
 
 @pytest.fixture(params=[Plain, Sharded])
 def kind(request: pytest.FixtureRequest) -> Kind:
-    made: Kind = request.param()
-    return made
+    checkpoint_kind: Kind = request.param()
+    return checkpoint_kind
 
 
 @pytest.fixture(params=["gcs", "s3_emulator"])
 def faulty(request: pytest.FixtureRequest) -> Bucket:
-    """A bucket on the emulator, in either dialect."""
-    found: Bucket = request.getfixturevalue(request.param)
-    return found.with_config(part_bytes=5 << 20)
+    """Return a bucket on the emulator, for either protocol."""
+    bucket: Bucket = request.getfixturevalue(request.param)
+    return bucket.with_config(part_bytes=5 << 20)
 
 
 def _check(kind: Kind, bucket: Bucket, step: int) -> None:
-    loaded, wanted = kind.load(bucket), _state(step)
-    assert loaded.keys() == wanted.keys()
+    loaded, expected = kind.load(bucket), _state(step)
+    assert loaded.keys() == expected.keys()
     assert loaded["step"] == step
-    assert all(torch.equal(loaded[name], wanted[name]) for name in ("weights", "bias"))
+    assert all(torch.equal(loaded[name], expected[name]) for name in ("weights", "bias"))
 
 
 @pytest.mark.parametrize("rate", [0.01, 0.05])
-def test_now_and_then_a_request_fails(kind: Kind, faulty: Bucket, emulator: Emulator, rate: float) -> None:
-    """That many are refused, as many are cut, and as many answers are truncated."""
+def test_some_requests_fail(kind: Kind, faulty: Bucket, emulator: Emulator, rate: float) -> None:
+    """The same fraction of requests is rejected, cut off and truncated."""
     for seed in range(5):
         emulator.set_faults(
             Faults(error_rate=rate, error_statuses=(429, 503), cut_rate=rate, truncate_rate=rate, seed=seed)
         )
         kind.save(faulty, seed)
         _check(kind, faulty, seed)
-    if rate > 0.01:  # else it may be that none was hit
+    if rate > 0.01:  # otherwise the faults may hit no request
         assert emulator.counters().injected
 
 
-def test_answers_to_uploads_are_lost(kind: Kind, faulty: Bucket, emulator: Emulator) -> None:
-    """Also the last one: the object is there then, though a second try to finish it finds no such upload."""
+def test_responses_to_uploads_are_lost(kind: Kind, faulty: Bucket, emulator: Emulator) -> None:
+    """The last response too: the object then exists, but a second attempt to complete it finds no such upload."""
     for seed in range(6):
         emulator.set_faults(Faults(cut_rate=0.15, truncate_rate=0.15, kinds=("part", "other"), seed=seed))
         kind.save(faulty, seed)
@@ -102,7 +102,7 @@ def test_answers_to_uploads_are_lost(kind: Kind, faulty: Bucket, emulator: Emula
         _check(kind, faulty, seed)
 
 
-def _fails_and_keeps_the_one_before(
+def _fails_and_keeps_the_previous_checkpoint(
     kind: Kind, bucket: Bucket, emulator: Emulator, faults: Faults, expected: type[errors.VoxlaneError]
 ) -> None:
     kind.save(bucket, 1)
@@ -122,16 +122,16 @@ def _fails_and_keeps_the_one_before(
 
 
 @pytest.mark.parametrize(("status", "expected"), [(403, errors.PermissionDeniedError), (500, errors.UnavailableError)])
-def test_a_part_that_fails_for_good(
+def test_a_part_that_fails_permanently(
     kind: Kind, faulty: Bucket, emulator: Emulator, status: int, expected: type[errors.VoxlaneError]
 ) -> None:
     faults = Faults(error_rate=1.0, error_statuses=(status,), kinds=("part",))
-    _fails_and_keeps_the_one_before(kind, faulty, emulator, faults, expected)
+    _fails_and_keeps_the_previous_checkpoint(kind, faulty, emulator, faults, expected)
 
 
 @pytest.mark.parametrize("is_sharded", [False, True])
 def test_a_part_that_fails_while_torch_still_writes(faulty: Bucket, emulator: Emulator, is_sharded: bool) -> None:
-    state = {"weights": torch.zeros(30_000_000)}  # more than the writer takes before it waits
+    state = {"weights": torch.zeros(30_000_000)}  # more than the writer buffers
     emulator.set_faults(Faults(error_rate=1.0, error_statuses=(403,), kinds=("part",)))
     with pytest.raises(errors.PermissionDeniedError, match=f"{faulty.uri}/run/big"):
         if is_sharded:
@@ -145,16 +145,16 @@ def test_a_part_that_fails_while_torch_still_writes(faulty: Bucket, emulator: Em
 def test_a_full_quota(
     kind: Kind, faulty: Bucket, emulator: Emulator, status: int, expected: type[errors.VoxlaneError]
 ) -> None:
-    """Services refuse every write then: GCS and S3 with 403, some S3-compatible servers with 507."""
+    """Services then reject every write: GCS and S3 with 403, some S3-compatible servers with 507."""
     faults = Faults(error_rate=1.0, error_statuses=(status,), kinds=("put", "part"))
-    _fails_and_keeps_the_one_before(kind, faulty, emulator, faults, expected)
+    _fails_and_keeps_the_previous_checkpoint(kind, faulty, emulator, faults, expected)
 
 
 @pytest.mark.parametrize("of", ["run/last.ckpt.sums", "run/last/.metadata"])
-def test_what_publishes_cannot_be_written(faulty: Bucket, emulator: Emulator, of: str) -> None:
+def test_the_publishing_object_cannot_be_written(faulty: Bucket, emulator: Emulator, of: str) -> None:
     kind = Plain() if of.endswith(".sums") else Sharded()
     faults = Faults(error_rate=1.0, error_statuses=(403,), kinds=("put",), key_prefix=of)
-    _fails_and_keeps_the_one_before(kind, faulty, emulator, faults, errors.PermissionDeniedError)
+    _fails_and_keeps_the_previous_checkpoint(kind, faulty, emulator, faults, errors.PermissionDeniedError)
 
 
 def test_the_bucket_vanishes_during_a_save(kind: Kind, faulty: Bucket, emulator: Emulator) -> None:
@@ -180,7 +180,7 @@ def _positions(size: int) -> list[int]:
 
 
 def _damage(emulator: Emulator, key: str, position: int) -> Callable[[], None]:
-    """Flip one stored bit; returns what restores it."""
+    """Flip one stored bit; return a function that restores it."""
     body = emulator.get("bkt", key)
     damaged = bytearray(body)
     damaged[position] ^= 1
@@ -189,24 +189,24 @@ def _damage(emulator: Emulator, key: str, position: int) -> Callable[[], None]:
 
 
 @pytest.mark.parametrize("suffix", [".ckpt", ".sums", ".distcp", ".metadata"])
-def test_a_damaged_byte_is_found_wherever_it_is(gcs: Bucket, emulator: Emulator, suffix: str) -> None:
+def test_a_damaged_byte_is_detected_anywhere(gcs: Bucket, emulator: Emulator, suffix: str) -> None:
     kind = Plain() if suffix in (".ckpt", ".sums") else Sharded()
     kind.save(gcs, 1)
     missed = []
     for key in [key for key in emulator.keys("bkt") if key.endswith(suffix)]:
         for position in _positions(len(emulator.get("bkt", key))):
             restore = _damage(emulator, key, position)
-            where = f"byte {position} of {key}"
+            location = f"byte {position} of {key}"
             try:
                 kind.load(gcs)
-                missed.append(f"load does not see {where}")
+                missed.append(f"load does not detect {location}")
             except errors.CorruptError as error:
                 if f"gs://bkt/{key}:" not in str(error):
-                    missed.append(f"load takes {where} for another object's: {error}")
-            found = lifecycle.find(f"gs://bkt/{kind.name}", gcs.config)
-            problems = lifecycle.verify(found).problems
+                    missed.append(f"load blames another object for {location}: {error}")
+            checkpoint = lifecycle.find_checkpoint(f"gs://bkt/{kind.name}", gcs.config)
+            problems = lifecycle.verify(checkpoint).problems
             if len(problems) != 1 or f"gs://bkt/{key}:" not in problems[0]:
-                missed.append(f"verify says of {where}: {problems}")
+                missed.append(f"verify reports for {location}: {problems}")
             restore()
     assert missed == []
     _check(kind, gcs, 1)
@@ -219,12 +219,12 @@ def test_gc_leaves_uploads_of_neighbours_alone(faulty: Bucket, emulator: Emulato
         assert len(lifecycle.find_orphans(f"{faulty.uri}/run1", faulty.config, older_than_s=0)) == 0
         orphans = lifecycle.find_orphans(f"{faulty.uri}/run10", faulty.config, older_than_s=0)
         assert [upload.key for upload in orphans.uploads] == ["run10/a.ckpt"]
-    orphans.remove()  # that it is no longer open is no error
+    orphans.remove()  # an upload that is no longer open is not an error
     assert emulator.keys("bkt") == ["run10/a.ckpt"]
 
 
 def _wait_for(condition: Callable[[], Any]) -> None:
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 200
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.01)

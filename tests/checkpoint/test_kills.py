@@ -21,5 +21,5 @@ from tests.kills import open_target, run_kills
 )
 def test_kills_are_survived(server: str, mode: str, num_kills: int) -> None:
     with open_target(server) as target:
-        for verdict in run_kills(target, mode, num_kills, seed=7):
-            assert not verdict.problems, verdict
+        for result in run_kills(target, mode, num_kills, seed=7):
+            assert not result.problems, result

@@ -20,7 +20,7 @@ from voxlane.checkpoint import (
     save_sharded,
     verify,
 )
-from voxlane.checkpoint.lifecycle import copy, find, find_orphans, remove
+from voxlane.checkpoint.lifecycle import copy_checkpoint, find_checkpoint, find_orphans, remove_checkpoint
 from voxlane.cli.main import main
 from voxlane.testing import Emulator
 
@@ -41,21 +41,21 @@ def _keys(bucket: Bucket, prefix: str = "") -> list[str]:
     return sorted(key for page in pages for key in page.column("path").to_pylist())
 
 
-def test_listing_names_what_is_complete_and_what_is_not(bucket: Bucket) -> None:
+def test_listing_tells_complete_and_incomplete_checkpoints_apart(bucket: Bucket) -> None:
     _fill(bucket)
     bucket.store.put(bucket.key("run/step-12/__0_0.0123456789ab.distcp"), b"half")
-    found = list_checkpoints(f"{bucket.uri}/run", bucket.config)
-    assert {c.name: c.complete for c in found} == {
+    checkpoints = list_checkpoints(f"{bucket.uri}/run", bucket.config)
+    assert {c.name: c.complete for c in checkpoints} == {
         "step-9.ckpt": True,
         "step-10.ckpt": True,
         "step-11": True,
         "step-12": False,
     }
-    assert [c.step for c in found] == [9, 10, 11, 12]
+    assert [c.step for c in checkpoints] == [9, 10, 11, 12]
     assert latest(f"{bucket.uri}/run", bucket.config).name == "step-11"
-    assert find(f"{bucket.uri}/run/step-10.ckpt", bucket.config).complete
+    assert find_checkpoint(f"{bucket.uri}/run/step-10.ckpt", bucket.config).complete
     with pytest.raises(errors.NotFoundError, match="step-13"):
-        find(f"{bucket.uri}/run/step-13", bucket.config)
+        find_checkpoint(f"{bucket.uri}/run/step-13", bucket.config)
     with pytest.raises(errors.IncompleteError, match="no complete checkpoint"):
         latest(f"{bucket.uri}/run/step-12", bucket.config)
 
@@ -64,8 +64,8 @@ def test_a_checkpoint_that_lost_a_file_is_not_complete(bucket: Bucket) -> None:
     _fill(bucket)
     gone = next(key for key in _keys(bucket, "run/step-11/") if key.endswith(".distcp"))
     bucket.store.delete(gone)
-    found = find(f"{bucket.uri}/run/step-11", bucket.config)
-    assert "is gone" in found.problem
+    checkpoint = find_checkpoint(f"{bucket.uri}/run/step-11", bucket.config)
+    assert "is gone" in checkpoint.problem
     assert latest(f"{bucket.uri}/run", bucket.config).name == "step-10.ckpt"
     with pytest.raises(errors.IncompleteError, match="a file of the checkpoint is gone"):
         load_sharded({"w": torch.zeros(300_000)}, f"{bucket.uri}/run/step-11", bucket.config)
@@ -93,10 +93,10 @@ def test_verify_and_load_name_the_damaged_object(gcs: Bucket, suffix: str) -> No
             load_sharded({"w": torch.zeros(300_000)}, f"{gcs.uri}/run/step-11", gcs.config)
 
 
-def test_removing_leaves_nothing_and_touches_nothing_else(bucket: Bucket) -> None:
+def test_removing_deletes_the_checkpoint_and_nothing_else(bucket: Bucket) -> None:
     _fill(bucket)
     for name in ("step-11", "step-9.ckpt"):
-        remove(find(f"{bucket.uri}/run/{name}", bucket.config))
+        remove_checkpoint(find_checkpoint(f"{bucket.uri}/run/{name}", bucket.config))
     assert _keys(bucket) == [bucket.key("run/step-10.ckpt"), bucket.key("run/step-10.ckpt.sums")]
 
 
@@ -111,17 +111,17 @@ def test_retention_keeps_the_last_and_every_nth(bucket: Bucket) -> None:
         Retention(keep_last=0)
 
 
-def test_gc_takes_what_belongs_to_no_checkpoint_and_nothing_else(shared_bucket: Bucket) -> None:
+def test_gc_removes_orphans_and_nothing_else(shared_bucket: Bucket) -> None:
     bucket = shared_bucket
     _fill(bucket)
     bucket.store.put(bucket.key("run/release.sums"), b"somebody else's")
     bucket.store.put(bucket.key("run/tokens.pt"), b"somebody else's")
     sound = _keys(bucket)
     save_sharded({"w": torch.ones(5)}, f"{bucket.uri}/run/step-12", bucket.config, attachments={"meta.pt": b"x"})
-    bucket.store.delete_one(bucket.key("run/step-12/.metadata"))  # as if it had been killed before
+    bucket.store.delete_one(bucket.key("run/step-12/.metadata"))  # as if the save had been killed before this object
     bucket.store.put(bucket.key("run/step-11/__3_0.0123456789ab.distcp"), b"of a save that failed")
     Checkpoint(f"{bucket.uri}/run", bucket.config).save({}, "step-13.ckpt")
-    bucket.store.delete_one(bucket.key("run/step-13.ckpt"))  # as if it had never come
+    bucket.store.delete_one(bucket.key("run/step-13.ckpt"))  # as if the file had never been written
     orphans = find_orphans(f"{bucket.uri}/run", bucket.config, older_than_s=3600)
     assert (len(orphans), orphans.younger) == (0, 4)
     orphans = find_orphans(f"{bucket.uri}/run", bucket.config, older_than_s=0)
@@ -130,7 +130,7 @@ def test_gc_takes_what_belongs_to_no_checkpoint_and_nothing_else(shared_bucket: 
     assert _keys(bucket) == sound
 
 
-def test_files_of_others_are_neither_latest_nor_pruned(bucket: Bucket) -> None:
+def test_files_of_other_tools_are_neither_latest_nor_pruned(bucket: Bucket) -> None:
     _fill(bucket)
     bucket.store.put(bucket.key("run/tokenizer.pt"), b"somebody else's, the newest")
     assert latest(f"{bucket.uri}/run", bucket.config).name == "step-11"
@@ -138,35 +138,39 @@ def test_files_of_others_are_neither_latest_nor_pruned(bucket: Bucket) -> None:
     assert sorted(_names(bucket)) == ["step-11", "tokenizer.pt"]
 
 
-def test_what_lightning_put_beside_goes_with_the_folder(folder: Bucket) -> None:
+def test_lightnings_own_file_is_removed_with_the_folder(folder: Bucket) -> None:
     path = folder.uri.removeprefix("file://")
     with pytest.warns(UserWarning, match="torch.distributed"):
         dcp.save({"w": torch.ones(3)}, storage_writer=dcp.FileSystemWriter(f"{path}/a"))
     torch.save({"epoch": 1}, f"{path}/a/meta.pt")
-    copied = copy(find(f"{path}/a"), f"{path}/b")
+    copied = copy_checkpoint(find_checkpoint(f"{path}/a"), f"{path}/b")
     assert torch.load(f"{path}/b/meta.pt") == {"epoch": 1}
-    remove(copied)
+    remove_checkpoint(copied)
     assert [c.name for c in list_checkpoints(path)] == ["a"]
 
 
-def test_a_copy_in_another_bucket_is_the_same(gcs: Bucket, folder: Bucket) -> None:
+def test_a_copy_in_another_bucket_is_identical(gcs: Bucket, folder: Bucket) -> None:
     _fill(gcs)
     for name in ("step-11", "step-9.ckpt"):
-        copied = copy(find(f"{gcs.uri}/run/{name}", gcs.config), f"{folder.uri}/copy/{name}", folder.config)
+        copied = copy_checkpoint(
+            find_checkpoint(f"{gcs.uri}/run/{name}", gcs.config), f"{folder.uri}/copy/{name}", folder.config
+        )
         assert verify(copied).problems == ()
     loaded = {"w": torch.zeros(300_000)}
     load_sharded(loaded, f"{folder.uri}/copy/step-11", folder.config)
     assert loaded["w"][0] == 11
     assert Checkpoint(f"{folder.uri}/copy", folder.config).load("step-9.ckpt")["w"][0] == 9
     with pytest.raises(errors.AlreadyExistsError, match="copy/step-11"):
-        copy(find(f"{gcs.uri}/run/step-11", gcs.config), f"{folder.uri}/copy/step-11", folder.config)
+        copy_checkpoint(
+            find_checkpoint(f"{gcs.uri}/run/step-11", gcs.config), f"{folder.uri}/copy/step-11", folder.config
+        )
 
 
 def test_a_damaged_checkpoint_is_not_copied(gcs: Bucket) -> None:
     _fill(gcs)
     _flip(gcs, "run/step-9.ckpt")
     with pytest.raises(errors.CorruptError, match=r"step-9\.ckpt"):
-        copy(find(f"{gcs.uri}/run/step-9.ckpt", gcs.config), f"{gcs.uri}/copy.ckpt", gcs.config)
+        copy_checkpoint(find_checkpoint(f"{gcs.uri}/run/step-9.ckpt", gcs.config), f"{gcs.uri}/copy.ckpt", gcs.config)
     assert not gcs.store.exists("copy.ckpt")
 
 
@@ -213,14 +217,17 @@ def test_the_command(gcs: Bucket, emulator: Emulator, monkeypatch: pytest.Monkey
         (["verify", "gs://bkt/none"], "no checkpoints here"),
         (["rm", "gs://bkt/none"], "no checkpoints here"),
         (["rm", "gs://bkt/run"], "not a checkpoint, but 3 are below it"),
-        (["rm", "gs://bkt/run", "--keep-every", "2"], "--keep-every alone"),
-        (["rm", "gs://bkt/run", "--keep-last", "0"], "keep_last is 0"),
-        (["gc", "gs://bkt/run", "--older-than", "-1"], "--older-than -1.0"),
+        (["rm", "gs://bkt/run", "--keep-every", "2"], "--keep-every needs --keep-last"),
+        (["rm", "gs://bkt/run", "--keep-last", "0"], "keep_last must be at least 1, got 0"),
+        (
+            ["gc", "gs://bkt/run", "--older-than", "-1"],
+            "--older-than: expected a value greater than or equal",
+        ),
         (["cp", "gs://bkt/none", "gs://bkt/x"], "no checkpoint of this name"),
-        (["cp", "gs://bkt/run/step-9.ckpt", "gs://bkt/run/step-10.ckpt"], "there is a checkpoint already"),
+        (["cp", "gs://bkt/run/step-9.ckpt", "gs://bkt/run/step-10.ckpt"], "a checkpoint exists already"),
     ],
 )
-def test_a_mistake_is_one_line_and_status_1(
+def test_errors_are_one_line_and_status_1(
     gcs: Bucket, emulator: Emulator, monkeypatch: pytest.MonkeyPatch, capsys: Any, words: list[str], message: str
 ) -> None:
     monkeypatch.setenv("STORAGE_EMULATOR_HOST", emulator.url)

@@ -29,7 +29,7 @@ def _equal(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
     return a.keys() == b.keys() and all(torch.equal(a[k], b[k]) and a[k].dtype == b[k].dtype for k in a)
 
 
-def test_what_is_written_reads_the_same_here_and_with_the_package(bucket: Bucket, tmp_path: Path) -> None:
+def test_voxlane_and_the_package_read_what_voxlane_wrote(bucket: Bucket, tmp_path: Path) -> None:
     uri = f"{bucket.uri}/model.safetensors"
     save_safetensors(_weights(), uri, bucket.config, metadata={"epoch": "3"})
     file = SafetensorsFile(uri, bucket.config)
@@ -39,13 +39,13 @@ def test_what_is_written_reads_the_same_here_and_with_the_package(bucket: Bucket
     assert _equal(safetensors.torch.load_file(tmp_path / "m.safetensors"), _weights())
 
 
-def test_what_the_package_wrote_reads_the_same(gcs: Bucket) -> None:
+def test_voxlane_reads_what_the_package_wrote(gcs: Bucket) -> None:
     plain = {name: tensor.contiguous() for name, tensor in _weights().items()}
     gcs.store.put("m.safetensors", safetensors.torch.save(plain))
     assert _equal(load_safetensors(f"{gcs.uri}/m.safetensors", gcs.config), plain)
 
 
-def test_only_the_tensors_asked_for_are_read(gcs: Bucket) -> None:
+def test_only_the_requested_tensors_are_read(gcs: Bucket) -> None:
     weights = {f"layer{i}": torch.randn(1024, 1024) for i in range(12)}
     save_safetensors(weights, f"{gcs.uri}/m.safetensors", gcs.config)
     file = SafetensorsFile(f"{gcs.uri}/m.safetensors", gcs.config)
@@ -57,13 +57,13 @@ def test_only_the_tensors_asked_for_are_read(gcs: Bucket) -> None:
 @pytest.mark.parametrize(
     "body", [b"", b"12345678", (1 << 40).to_bytes(8, "little") + b"{}", (2).to_bytes(8, "little") + b"[]"]
 )
-def test_other_files_are_refused_by_name(gcs: Bucket, body: bytes) -> None:
+def test_other_files_raise_an_error_with_their_name(gcs: Bucket, body: bytes) -> None:
     gcs.store.put("x.safetensors", body)
     with pytest.raises(errors.CheckpointError, match=r"x\.safetensors: not a safetensors file"):
         SafetensorsFile(f"{gcs.uri}/x.safetensors", gcs.config)
 
 
-def test_a_tensor_that_is_not_there_and_one_that_cannot_be_held(gcs: Bucket) -> None:
+def test_missing_and_unsupported_tensors_are_named(gcs: Bucket) -> None:
     save_safetensors({"a": torch.zeros(3)}, f"{gcs.uri}/m.safetensors", gcs.config)
     with pytest.raises(errors.MismatchError, match="no tensor 'b'"):
         load_safetensors(f"{gcs.uri}/m.safetensors", gcs.config, names=["b"])

@@ -14,7 +14,7 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor import DTensor
 
 from tests.conftest import Bucket
-from tests.ranks import Ranks
+from tests.ranks import RankPool
 from voxlane import errors
 from voxlane.checkpoint.lifecycle import list_checkpoints
 from voxlane.checkpoint.lightning import BucketFSDPStrategy, BucketModelParallelStrategy
@@ -87,7 +87,7 @@ def _fit(rank: int, world: int, kind: str, uri: str, config: Any, epochs: int, c
 
 
 def _whole(model: Any, state: dict[str, Any]) -> float:
-    """A number that all weights enter, the same on every rank and for every way of sharding."""
+    """Return a number that depends on all weights and is the same on every rank and for every sharding."""
     total = torch.zeros(())
     for tensor in state.values():
         if isinstance(tensor, DTensor):
@@ -107,7 +107,7 @@ def _whole(model: Any, state: dict[str, Any]) -> float:
     "kind",
     ["fsdp-sharded", "fsdp-async", "fsdp2-sharded", "fsdp2-async", "fsdp2-full"],
 )
-def test_training_resumes_from_the_bucket(kind: str, gcs: Bucket, ranks: Ranks) -> None:
+def test_training_resumes_from_the_bucket(kind: str, gcs: Bucket, ranks: RankPool) -> None:
     uri = f"{gcs.uri}/{kind}"
     whole = ranks.run(_fit, 2, 2, kind, f"{uri}-whole", gcs.config, 2, None)
     ranks.run(_fit, 2, 2, kind, uri, gcs.config, 1, None)
@@ -117,11 +117,11 @@ def test_training_resumes_from_the_bucket(kind: str, gcs: Bucket, ranks: Ranks) 
     resumed = ranks.run(_fit, 2, 2, kind, uri, gcs.config, 2, saved.uri)
     assert resumed[0][0] == whole[0][0] == 8
     assert resumed[0][1] == pytest.approx(whole[0][1], rel=1e-6)
-    (only,) = list_checkpoints(uri, gcs.config)  # the first one was removed when the second was there
+    (only,) = list_checkpoints(uri, gcs.config)  # the first one was removed after the second was published
     assert only.name != saved.name
 
 
-def test_fsdp_starts_from_a_full_checkpoint(gcs: Bucket, ranks: Ranks) -> None:
+def test_fsdp_starts_from_a_full_checkpoint(gcs: Bucket, ranks: RankPool) -> None:
     ranks.run(_fit, 2, 2, "fsdp2-full", f"{gcs.uri}/full", gcs.config, 1, None)
     (saved,) = list_checkpoints(f"{gcs.uri}/full", gcs.config)
     resumed = ranks.run(_fit, 2, 2, "fsdp-sharded", f"{gcs.uri}/x", gcs.config, 2, saved.uri)
@@ -129,7 +129,7 @@ def test_fsdp_starts_from_a_full_checkpoint(gcs: Bucket, ranks: Ranks) -> None:
     assert resumed[0][1] == pytest.approx(whole[0][1], rel=1e-5)
 
 
-def test_a_checkpoint_that_is_not_there_is_one_clear_error(gcs: Bucket, ranks: Ranks) -> None:
+def test_a_missing_checkpoint_raises_one_clear_error(gcs: Bucket, ranks: RankPool) -> None:
     for message in ranks.run(_fail_to_resume, 2, f"{gcs.uri}/none", gcs.config):
         assert "gs://bkt/none/epoch=0.ckpt: no complete checkpoint here" in message
 

@@ -19,12 +19,7 @@ from lightning.pytorch.demos.boring_classes import BoringModel
 
 from tests.conftest import Bucket
 from voxlane import errors
-from voxlane.compat.dataflux import (
-    dataflux_checkpoint,
-    dataflux_iterable_dataset,
-    dataflux_mapstyle_dataset,
-    lightning,
-)
+from voxlane.compat.dataflux import dataflux_checkpoint, dataflux_iterable_dataset, dataflux_mapstyle_dataset, lightning
 from voxlane.testing import Access, Emulator
 
 Put = Callable[[Bucket, dict[str, bytes]], None]
@@ -97,13 +92,13 @@ def test_retry_configs_are_followed(objects: dict[str, bytes]) -> None:
     assert len(dataset) == 20
 
 
-def test_a_misspelt_setting_is_named() -> None:
+def test_a_misspelt_setting_raises_an_error_with_its_name() -> None:
     with pytest.raises(TypeError, match="prefx"):
         dataflux_mapstyle_dataset.Config(prefx="train/")  # type: ignore[call-arg]
 
 
 class Token(Credentials):  # type: ignore[misc,no-untyped-call]
-    """Credentials that give a token after a refresh."""
+    """Credentials that have a token after a refresh."""
 
     def refresh(self, request: object) -> None:
         self.token = "secret-token"
@@ -177,7 +172,7 @@ def test_lightning_checkpoint(client: storage.Client, asynchronous: bool) -> Non
 @pytest.mark.filterwarnings("ignore")
 def test_distributed_checkpoint(client: storage.Client) -> None:
     state = {"w": torch.randn(100, 100)}
-    path = Path(f"gs://{BUCKET_NAME}/dist")  # as in its demo
+    path = Path(f"gs://{BUCKET_NAME}/dist")  # as in the demo of Dataflux
     dcp.save(state, storage_writer=lightning.GCSDistributedWriter(path, PROJECT_NAME, client, thread_count=3))
     loaded = {"w": torch.zeros(100, 100)}
     dcp.load(loaded, storage_reader=lightning.GCSDistributedReader(path, PROJECT_NAME, client))

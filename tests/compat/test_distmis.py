@@ -1,4 +1,4 @@
-"""DistMIS's configs mean here what they mean there."""
+"""Configs of DistMIS as configs of voxlane."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from voxlane.compat.distmis import KEYS, is_distmis, translate
 from voxlane.errors import ConfigError
 from voxlane.train import config as configs
 
-# As they stand in its repository and its README.
+# Copied from the repository and the README of DistMIS.
 DATA_PARALLEL_TORCH = """{"lr": 0.00014783819855127426, "epochs": 10, "verbose": 2, "nodes": 1, "gpus": 4,
  "batch_size": 2, "num_workers": 4, "use_gpu": true}"""
 DATA_PARALLEL_TF = '{"num_replicas": 4, "batch_size_per_replica": 2, "num_epochs": 20, "debug": false}'
@@ -28,51 +28,50 @@ def read(text: str, folder: Path) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("text", [DATA_PARALLEL_TORCH, DATA_PARALLEL_TF, EXPERIMENTS_TORCH, EXPERIMENTS_TF])
-def test_its_files_are_known_and_make_a_config(text: str, tmp_path: Path) -> None:
+def test_files_of_distmis_are_translated_to_a_config(text: str, tmp_path: Path) -> None:
     values = read(text, tmp_path)
     assert is_distmis(values)
-    said = translate(values).said
-    made = configs.build(said)
-    assert made.optimizer.name == "adamw"
-    assert made.optimizer.weight_decay == 0, "AdamW without decay is Adam"
-    assert made.optimizer.schedule == "constant"
-    assert made.batch_per_worker == 2
+    config = configs.build_config(translate(values).fields)
+    assert config.optimizer.name == "adamw"
+    assert config.optimizer.weight_decay == 0, "AdamW without decay is Adam"
+    assert config.optimizer.schedule == "constant"
+    assert config.batch_per_worker == 2
 
 
-def test_a_config_of_ours_is_not_taken_for_one() -> None:
+def test_configs_of_voxlane_are_not_translated() -> None:
     assert not is_distmis({})
     assert not is_distmis({"preset": "small", "epochs": 5, "norm": "batch", "fold": 1})
-    assert not is_distmis({"lr": 0.1}), "a slip in ours"
+    assert not is_distmis({"lr": 0.1}), "a typo in a config of voxlane"
     shared = {"epochs", "norm", "b2", "amsgrad"}
-    ours = {name.split(".")[0] for name, _, _ in settings.fields(configs.TrainConfig)}
-    assert ours & KEYS <= shared, "a field of ours that DistMIS has too must not make a file of ours one of its"
+    fields = {name.split(".")[0] for name, _, _ in settings.iterate_fields(configs.TrainConfig)}
+    assert fields & KEYS <= shared, "a field that DistMIS has too must not identify a file as DistMIS's"
 
 
 def test_data_parallel_in_pytorch(tmp_path: Path) -> None:
-    found = translate(read(DATA_PARALLEL_TORCH, tmp_path))
-    made = configs.build(found.said)
-    assert made.optimizer.lr == 0.00014783819855127426
-    assert made.optimizer.lr_scaling == "none", "its PyTorch script takes the rate as it is"
-    assert made.epochs == 10
-    assert made.accelerator == "gpu"
-    assert found.options == {"workers": 4, "gpus_per_worker": 1.0}
-    assert found.tune == {}
+    translation = translate(read(DATA_PARALLEL_TORCH, tmp_path))
+    config = configs.build_config(translation.fields)
+    assert config.optimizer.lr == 0.00014783819855127426
+    assert config.optimizer.lr_scaling == "none", "its PyTorch script takes the rate as it is"
+    assert config.epochs == 10
+    assert config.accelerator == "gpu"
+    assert translation.options == {"workers": 4, "gpus_per_worker": 1.0}
+    assert "tune" not in translation.fields
 
 
 def test_data_parallel_in_tensorflow(tmp_path: Path) -> None:
-    found = translate(read(DATA_PARALLEL_TF, tmp_path))
-    made = configs.build(found.said)
-    assert found.options == {"workers": 4}
-    assert made.epochs == 20
-    assert (made.optimizer.lr_scaling, made.optimizer.lr_batch) == ("linear", 2), "it multiplies by num_replicas"
-    assert any(note.startswith("lr:") for note in found.notes), "the file has none"
+    translation = translate(read(DATA_PARALLEL_TF, tmp_path))
+    config = configs.build_config(translation.fields)
+    assert translation.options == {"workers": 4}
+    assert config.epochs == 20
+    assert (config.optimizer.lr_scaling, config.optimizer.lr_batch) == ("linear", 2), "it multiplies by num_replicas"
+    assert any(note.startswith("lr:") for note in translation.notes), "the file has none"
 
 
 def test_several_machines() -> None:
     values = {"lr": 1e-3, "batch_size": 2, "nodes": 2, "gpus": 4, "multinode": True, "use_gpu": False}
-    found = translate(values)
-    assert found.options == {"workers": 8, "nodes": 2, "gpus_per_worker": 0.0, "address": "auto"}
-    assert configs.build(found.said).accelerator == "cpu"
+    translation = translate(values)
+    assert translation.options == {"workers": 8, "nodes": 2, "gpus_per_worker": 0.0, "address": "auto"}
+    assert configs.build_config(translation.fields).accelerator == "cpu"
     uneven = translate({**values, "num_workers": 5})
     assert uneven.options == {"workers": 5, "gpus_per_worker": 0.0, "address": "auto"}
     assert any("5" in note and "nodes" in note for note in uneven.notes)
@@ -83,80 +82,79 @@ def test_one_worker_needs_no_cluster() -> None:
 
 
 def test_a_search_in_pytorch(tmp_path: Path) -> None:
-    found = translate(read(EXPERIMENTS_TORCH, tmp_path), searching=True)
-    assert found.tune == {
+    translation = translate(read(EXPERIMENTS_TORCH, tmp_path), searching=True)
+    assert translation.fields["tune"] == {
         "scheduler": "none",
         "search": "random",
         "trials": 24,
         "cpus_per_trial": 10,
         "gpus_per_trial": 1,
     }
-    assert found.said["tune"] == found.tune
-    assert found.said["optimizer"]["lr"] == {"loguniform": [1e-4, 1e-2]}, "its script ignores the file's"
-    assert found.options == {}
+    assert translation.fields["optimizer"]["lr"] == {"loguniform": [1e-4, 1e-2]}, "its script ignores the file's"
+    assert translation.options == {}
     several = translate({**read(EXPERIMENTS_TORCH, tmp_path), "multinode": True}, searching=True)
     assert several.options == {"address": "auto"}
 
 
 def test_a_search_in_tensorflow_is_the_grid_of_its_script(tmp_path: Path) -> None:
-    found = translate(read(EXPERIMENTS_TF, tmp_path), searching=True)
-    assert found.said["optimizer"]["lr"] == {"grid": [1e-4, 5e-4, 1e-3, 5e-3]}
-    assert found.said["norm"] == {"grid": ["batch", "group"]}
-    assert found.tune == {"scheduler": "none", "search": "grid"}
-    assert any("amsgrad" in note for note in found.notes)
+    translation = translate(read(EXPERIMENTS_TF, tmp_path), searching=True)
+    assert translation.fields["optimizer"]["lr"] == {"grid": [1e-4, 5e-4, 1e-3, 5e-3]}
+    assert translation.fields["norm"] == {"grid": ["batch", "group"]}
+    assert translation.fields["tune"] == {"scheduler": "none", "search": "grid"}
+    assert any("amsgrad" in note for note in translation.notes)
 
 
 def test_lists_are_grids_and_replicas_are_workers_of_a_trial() -> None:
     values = {"lr": ["1e-4", 0.001], "norm": ["bn", "gn"], "num_replicas": 2, "batch_size_per_replica": [1, 2]}
-    found = translate(values, searching=True)
-    assert found.said["optimizer"]["lr"] == {"grid": [1e-4, 0.001]}
-    assert found.said["norm"] == {"grid": ["batch", "group"]}
-    assert found.said["batch_per_worker"] == {"grid": [1, 2]}
-    assert found.tune == {"scheduler": "none", "search": "grid", "workers_per_trial": 2}
+    translation = translate(values, searching=True)
+    assert translation.fields["optimizer"]["lr"] == {"grid": [1e-4, 0.001]}
+    assert translation.fields["norm"] == {"grid": ["batch", "group"]}
+    assert translation.fields["batch_per_worker"] == {"grid": [1, 2]}
+    assert translation.fields["tune"] == {"scheduler": "none", "search": "grid", "workers_per_trial": 2}
 
 
-def test_fields_of_ours_beside_its_keys_go_first() -> None:
+def test_fields_of_voxlane_take_precedence() -> None:
     values = {"lr": 1e-3, "batch_size": 2, "preset": "small", "optimizer": {"lr": 0.5}, "tune": {"scheduler": "asha"}}
-    found = translate(values, searching=True)
-    assert found.said["preset"] == "small"
-    assert found.said["optimizer"]["lr"] == 0.5
-    assert found.said["optimizer"]["name"] == "adamw"
-    assert found.said["tune"]["scheduler"] == "asha"
-    assert found.said["tune"]["search"] == "random"
+    translation = translate(values, searching=True)
+    assert translation.fields["preset"] == "small"
+    assert translation.fields["optimizer"]["lr"] == 0.5
+    assert translation.fields["optimizer"]["name"] == "adamw"
+    assert translation.fields["tune"]["scheduler"] == "asha"
+    assert translation.fields["tune"]["search"] == "random"
 
 
 @pytest.mark.parametrize(
-    ("values", "said"),
+    ("values", "message"),
     [
         ({"lr": [0.1, 0.2], "batch_size": 2}, "lr: a list is a grid to search"),
-        ({"lr": -1, "batch_size": 2}, "lr: a number above 0 is wanted, not -1"),
-        ({"lr": "fast", "batch_size": 2}, "lr: a number above 0 is wanted, not 'fast'"),
-        ({"lr": 0.1, "batch_size": 0}, "batch_size: a whole number from 1 is wanted, not 0"),
-        ({"lr": 0.1, "batch_size": 2.5}, "batch_size: a whole number"),
-        ({"num_replicas": "4", "num_epochs": 2}, "num_replicas: a whole number"),
+        ({"lr": -1, "batch_size": 2}, "lr: expected a number above 0, got -1"),
+        ({"lr": "fast", "batch_size": 2}, "lr: expected a number above 0, got 'fast'"),
+        ({"lr": 0.1, "batch_size": 0}, "batch_size: expected an integer of at least 1, got 0"),
+        ({"lr": 0.1, "batch_size": 2.5}, "batch_size: expected an integer"),
+        ({"num_replicas": "4", "num_epochs": 2}, "num_replicas: expected an integer"),
         ({"num_epochs": 2, "epochs": 3, "debug": True}, "num_epochs and epochs differ. Leave one of them out"),
-        ({"use_gpu": "yes", "batch_size": 2}, "use_gpu: true or false is wanted, not 'yes'"),
-        ({"nodes": 0, "batch_size": 2}, "nodes: a whole number"),
-        ({"norm": "xn", "batch_size": 2, "lr": 1}, "norm: bn, gn or in is wanted, not 'xn'"),
+        ({"use_gpu": "yes", "batch_size": 2}, "use_gpu: expected true or false, got 'yes'"),
+        ({"nodes": 0, "batch_size": 2}, "nodes: expected an integer"),
+        ({"norm": "xn", "batch_size": 2, "lr": 1}, "norm: expected bn, gn or in, got 'xn'"),
     ],
 )
-def test_what_is_wrong_is_said_by_its_own_name(values: dict[str, Any], said: str) -> None:
+def test_errors_name_the_key(values: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError) as error:
         translate(values)
-    assert str(error.value).startswith(said)
+    assert str(error.value).startswith(message)
 
 
-def test_a_search_that_would_train_the_same_again() -> None:
-    with pytest.raises(ConfigError, match="num_samples: 3 times the same grid"):
+def test_a_repeated_grid_is_an_error() -> None:
+    with pytest.raises(ConfigError, match="num_samples: 3 repetitions of the same grid"):
         translate({"lr": [0.1, 0.2], "batch_size": 2, "num_samples": 3}, searching=True)
     with pytest.raises(ConfigError, match="lr: the list is empty"):
         translate({"lr": [], "batch_size": 2}, searching=True)
 
 
-def test_what_only_a_search_takes_is_named() -> None:
+def test_keys_of_a_search_are_noted() -> None:
     notes = translate({"lr": 0.1, "batch_size": 2, "num_samples": 3, "cpu_per_trial": 1}).notes
     assert "cpu_per_trial, num_samples: only voxlane tune takes these" in notes
 
 
-def test_silence() -> None:
+def test_verbose_0_hides_progress() -> None:
     assert translate({"lr": 0.1, "batch_size": 2, "verbose": 0}).options == {"no_progress": True}

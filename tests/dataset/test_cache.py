@@ -27,7 +27,7 @@ STYLES = [MapDataset, IterableDataset]
 
 @pytest.mark.parametrize("style", STYLES)
 @pytest.mark.parametrize("workers", [0, 2])
-def test_the_second_epoch_asks_the_bucket_for_nothing(
+def test_the_second_epoch_makes_no_requests(
     gcs: Bucket, put: Put, emulator: Emulator, tmp_path: Path, style: type[Any], workers: int
 ) -> None:
     objects = {f"o{i:02d}": bytes([i]) * 1000 * i for i in range(30)}
@@ -48,7 +48,7 @@ def test_a_new_version_is_a_new_entry(gcs: Bucket, put: Put, tmp_path: Path) -> 
     assert list(MapDataset("gs://bkt/", config=gcs.config, cache=tmp_path)) == [b"new"]
 
 
-def test_the_bound_holds_and_the_least_recently_used_goes(tmp_path: Path) -> None:
+def test_the_limit_holds_and_the_least_recently_used_is_evicted(tmp_path: Path) -> None:
     cache = DiskCache(tmp_path, max_bytes=10_000)
     for i in range(9):
         cache.put(f"gs://b/{i}", "v", bytes(1000))
@@ -75,7 +75,7 @@ def _fill(folder: Path, seed: int) -> None:
             cache.put(f"gs://b/{key}", "v", bytes([key]) * size)
 
 
-def test_processes_share_it(tmp_path: Path) -> None:
+def test_processes_share_the_cache(tmp_path: Path) -> None:
     context = multiprocessing.get_context("fork")
     processes = [context.Process(target=_fill, args=(tmp_path, seed)) for seed in range(4)]
     for process in processes:
@@ -86,17 +86,17 @@ def test_processes_share_it(tmp_path: Path) -> None:
     assert 0 < DiskCache(tmp_path, 50_000).used_bytes <= 50_000
 
 
-def _fill_for_ever(folder: Path) -> None:
+def _fill_endlessly(folder: Path) -> None:
     cache = DiskCache(folder, max_bytes=1 << 20)
     for i in range(10**9):
         cache.put(f"gs://b/{i % 100}", str(i), bytes([i % 256]) * 20_000)
 
 
-def test_a_killed_process_leaves_it_whole(tmp_path: Path) -> None:
+def test_a_killed_process_leaves_the_cache_intact(tmp_path: Path) -> None:
     context = multiprocessing.get_context("fork")
     rng = random.Random(1)
     for _ in range(10):
-        process = context.Process(target=_fill_for_ever, args=(tmp_path,))
+        process = context.Process(target=_fill_endlessly, args=(tmp_path,))
         process.start()
         time.sleep(0.05 + rng.random() * 0.1)
         assert process.pid is not None
@@ -112,7 +112,7 @@ def test_a_killed_process_leaves_it_whole(tmp_path: Path) -> None:
     assert cache.get("gs://b/after", "v", 5) == b"works"
 
 
-def test_damage_from_outside_is_a_miss(tmp_path: Path) -> None:
+def test_a_damaged_file_is_a_miss(tmp_path: Path) -> None:
     cache = DiskCache(tmp_path, max_bytes=1 << 20)
     cache.put("gs://b/k", "v", bytes(100))
     Path(cache._path("gs://b/k", "v")).write_bytes(b"short")
@@ -139,7 +139,7 @@ def tiny_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", mounted], check=True)
 
 
-def test_a_full_disk_is_one_warning_and_the_run_goes_on(
+def test_a_full_disk_logs_one_warning_and_reading_continues(
     gcs: Bucket, put: Put, tiny_disk: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     objects = {f"o{i:02d}": bytes([i]) * 20_000 for i in range(20)}
@@ -147,6 +147,6 @@ def test_a_full_disk_is_one_warning_and_the_run_goes_on(
     with caplog.at_level(logging.WARNING, "voxlane"):
         assert list(MapDataset("gs://bkt/", config=gcs.config, cache=tiny_disk)) == list(objects.values())
     messages = [r.getMessage() for r in caplog.records]
-    assert 1 <= len(messages) <= 64  # one a thread that was writing at that moment, at most
+    assert 1 <= len(messages) <= 64  # at most one per thread that was writing
     assert str(tiny_disk) in messages[0]
     assert "No space left" in messages[0]

@@ -62,13 +62,13 @@ def test_the_same_samples_in_fewer_requests(
     assert emulator.keys("bkt", COMPOSED_PREFIX) == []
 
 
-def test_off_means_off_also_with_empty_objects(gcs: Bucket, put: Put, emulator: Emulator) -> None:
+def test_composed_download_can_be_turned_off(gcs: Bucket, put: Put, emulator: Emulator) -> None:
     put(gcs, OBJECTS)
     assert list(MapDataset("gs://bkt/s/", config=gcs.config, compose="off")) == list(OBJECTS.values())
     assert emulator.counters().compose.requests == 0
 
 
-def test_an_object_changed_after_listing_is_named_not_shifted(gcs: Bucket, put: Put, emulator: Emulator) -> None:
+def test_an_object_changed_after_listing_is_named(gcs: Bucket, put: Put, emulator: Emulator) -> None:
     put(gcs, OBJECTS)
     dataset = MapDataset("gs://bkt/s/", config=gcs.config, compose="on")
     assert len(dataset) == 100
@@ -115,23 +115,22 @@ def test_leaving_early_leaves_nothing_behind(gcs: Bucket, put: Put, emulator: Em
 
 
 def finish(dataset: MapDataset | IterableDataset) -> None:
-    """Let what is in flight end, as the end of the process does."""
+    """Wait for requests in flight, as the end of the process does."""
     for source in dataset.samples.sources.values():
-        assert source.store._pool is not None
-        source.store._pool.shutdown(wait=True)
+        source.store._pools["voxlane"].shutdown(wait=True)
 
 
-def _read_for_ever(config: Any) -> None:
+def _read_endlessly(config: Any) -> None:
     while True:
         list(MapDataset("gs://bkt/s/", config=config, compose="on"))
 
 
-def test_clean_removes_what_a_killed_run_left(
+def test_clean_removes_leftovers_of_a_killed_run(
     gcs: Bucket, put: Put, emulator: Emulator, capsys: pytest.CaptureFixture[str]
 ) -> None:
     put(gcs, OBJECTS)
     emulator.set_faults(Faults(latency_s=0.05, kinds=("get",)))
-    process = multiprocessing.get_context("fork").Process(target=_read_for_ever, args=(gcs.config,))
+    process = multiprocessing.get_context("fork").Process(target=_read_endlessly, args=(gcs.config,))
     process.start()
     while not emulator.keys("bkt", COMPOSED_PREFIX):
         pass
@@ -144,9 +143,9 @@ def test_clean_removes_what_a_killed_run_left(
 
     endpoint = ["--endpoint", emulator.url]
     assert main(["clean", "gs://bkt", *endpoint]) == 0
-    said = capsys.readouterr().out  # they may belong to a run that is alive
-    assert "0 leftover objects" in said
-    assert f"{len(left)} younger ones kept" in said
+    output = capsys.readouterr().out  # they may belong to a run that is alive
+    assert "0 leftover objects" in output
+    assert f"{len(left)} younger ones kept" in output
     assert main(["clean", "gs://bkt", "--older-than", "0", "--dry-run", *endpoint]) == 0
     assert f"{len(left)} leftover objects" in capsys.readouterr().out
     assert emulator.keys("bkt", COMPOSED_PREFIX) == left
@@ -155,7 +154,7 @@ def test_clean_removes_what_a_killed_run_left(
     assert len(emulator.keys("bkt")) == len(OBJECTS)
 
 
-def test_a_manifest_without_generations_is_refused(gcs: Bucket, put: Put) -> None:
+def test_a_manifest_without_generations_raises(gcs: Bucket, put: Put) -> None:
     put(gcs, OBJECTS)
     manifest: Manifest = list_objects("gs://bkt/s/", config=gcs.config)
     with pytest.raises(errors.ConfigError, match="needs each object's generation"):

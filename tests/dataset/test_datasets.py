@@ -108,7 +108,7 @@ def test_read_ahead_is_bounded_in_bytes(gcs: Bucket, put: Put, emulator: Emulato
     assert len(list(stream)) == 99
 
 
-def test_a_sample_larger_than_the_read_ahead_still_comes(gcs: Bucket, put: Put) -> None:
+def test_a_sample_larger_than_the_read_ahead_is_yielded(gcs: Bucket, put: Put) -> None:
     put(gcs, {"a": bytes(1000), "b": bytes(2000), "c": bytes(10)})
     dataset = IterableDataset("gs://bkt/", config=gcs.config, read_ahead_bytes=100)
     assert [len(body) for body in dataset] == [1000, 2000, 10]
@@ -118,7 +118,7 @@ def test_match_filters_keys(folder: Bucket, put: Put) -> None:
     put(folder, {"a.nii.gz": b"1", "a.json": b"2", "sub/b.nii.gz": b"3"})
     assert list(MapDataset(folder.uri, match="*.nii.gz")) == [b"1", b"3"]
     assert list(MapDataset(Path(folder.uri.removeprefix("file://")), match="sub/*")) == [b"3"]
-    with pytest.raises(errors.EmptyError, match=r"no object fits match='\*\.mha'"):
+    with pytest.raises(errors.EmptyError, match=r"no object matches '\*\.mha'"):
         len(MapDataset(folder.uri, match="*.mha"))
 
 
@@ -144,7 +144,7 @@ def test_zip_matches_by_name(bucket: Bucket, put: Put, style: type[Any]) -> None
 
 
 def test_zip_with_a_key_function_survives_pickling(gcs: Bucket, put: Put) -> None:
-    put(gcs, {f"case_{i}/{what}.nii.gz": f"{what} {i}".encode() for i in range(3) for what in ("imaging", "seg")})
+    put(gcs, {f"case_{i}/{name}.nii.gz": f"{name} {i}".encode() for i in range(3) for name in ("imaging", "seg")})
     zipped = MapDataset.zip(
         key=lambda k: k.split("/")[-2],
         image=MapDataset("gs://bkt/", match="*/imaging.nii.gz", config=gcs.config),
@@ -156,7 +156,7 @@ def test_zip_with_a_key_function_survives_pickling(gcs: Bucket, put: Put) -> Non
     assert copy.uris(1)["label"] == "gs://bkt/case_1/seg.nii.gz"
 
 
-def test_zip_names_what_has_no_partner(folder: Bucket, put: Put) -> None:
+def test_zip_names_objects_without_a_partner(folder: Bucket, put: Put) -> None:
     put(folder, {"images/a.nii": b"", "images/b.nii": b"1", "labels/b.nii": b"1", "labels/c.nii": b"2"})
     zipped = MapDataset.zip(image=MapDataset(f"{folder.uri}/images"), label=MapDataset(f"{folder.uri}/labels"))
     with pytest.raises(errors.PairError, match=r"1 of 3 missing in 'image' .*: c; 1 of 3 missing in 'label' .*: a"):
@@ -168,7 +168,7 @@ def test_zip_names_what_has_no_partner(folder: Bucket, put: Put) -> None:
 
 
 @given(st.lists(st.text(max_size=3), unique=True, min_size=1), st.randoms(use_true_random=False), st.booleans())
-def test_whatever_the_order_of_the_sources_the_same_names_meet(names: list[str], chance: Any, same: bool) -> None:
+def test_names_are_matched_in_any_order_of_the_sources(names: list[str], chance: Any, same: bool) -> None:
     labels = list(names)
     if not same:
         chance.shuffle(labels)
@@ -194,7 +194,7 @@ def test_a_decode_that_raises_names_the_object(gcs: Bucket, put: Put, style: typ
 
 @pytest.mark.parametrize("style", STYLES)
 @pytest.mark.parametrize("workers", [0, 2])
-def test_failed_objects_are_skipped_and_counted_when_asked(
+def test_failed_objects_are_skipped_and_counted_with_on_error_skip(
     gcs: Bucket, put: Put, emulator: Emulator, style: type[Any], workers: int
 ) -> None:
     put(gcs, OBJECTS)
@@ -209,12 +209,12 @@ def test_failed_objects_are_skipped_and_counted_when_asked(
 
 # An IterableDataset that raises in a worker makes torch wait five seconds for each worker, so these run once.
 @pytest.mark.parametrize("style", STYLES)
-def test_objects_that_vanish_or_change_fail_loudly_in_workers(gcs: Bucket, put: Put, style: type[Any]) -> None:
+def test_missing_or_changed_objects_raise_in_workers(gcs: Bucket, put: Put, style: type[Any]) -> None:
     check_vanished_and_changed(gcs, put, style, 2)
 
 
 @pytest.mark.parametrize("style", STYLES)
-def test_objects_that_vanish_or_change_fail_loudly(shared_bucket: Bucket, put: Put, style: type[Any]) -> None:
+def test_missing_or_changed_objects_raise(shared_bucket: Bucket, put: Put, style: type[Any]) -> None:
     check_vanished_and_changed(shared_bucket, put, style, 0)
 
 
@@ -231,7 +231,7 @@ def check_vanished_and_changed(shared_bucket: Bucket, put: Put, style: type[Any]
         list(loader)
 
 
-def test_whole_bucket_failures_are_never_skipped(gcs: Bucket, put: Put, emulator: Emulator) -> None:
+def test_bucket_failures_are_never_skipped(gcs: Bucket, put: Put, emulator: Emulator) -> None:
     put(gcs, OBJECTS)
     dataset = MapDataset("gs://bkt/scans/", config=gcs.config, on_error="skip")
     assert len(dataset) == 40
@@ -244,7 +244,7 @@ def test_whole_bucket_failures_are_never_skipped(gcs: Bucket, put: Put, emulator
 def test_an_epoch_over_a_failing_server_is_complete(
     gcs: Bucket, put: Put, emulator: Emulator, style: type[Any]
 ) -> None:
-    """More than 1% of requests fail, in every way."""
+    """More than 1% of requests fail, in all possible ways."""
     objects = {f"o{i:04d}": bytes([i % 256]) * 3000 for i in range(1500)}
     put(gcs, objects)
     emulator.set_faults(
@@ -259,25 +259,25 @@ def test_an_epoch_over_a_failing_server_is_complete(
 def test_bad_arguments_are_named(folder: Bucket) -> None:
     for arguments, message in (
         ({"on_error": "ignore"}, "on_error='ignore'"),
-        ({"tail": "pad"}, "tail='pad'"),
-        ({"rank": 0}, "go together"),
+        ({"tail": "pad"}, "tail must be .* got 'pad'"),
+        ({"rank": 0}, "belong together"),
         ({"rank": 3, "world_size": 2}, "rank 3 of 2"),
-        ({"compose": "yes"}, "compose='yes'"),
-        ({"compose": "on"}, "GCS only"),
-        ({"decode": "nii"}, "cannot be called"),
+        ({"compose": "yes"}, "compose must be .* got 'yes'"),
+        ({"compose": "on"}, "only on GCS"),
+        ({"decode": "nii"}, "decode must be a function"),
         ({"match": []}, "empty list of patterns"),
-        ({"cache": "c", "cache_bytes": 0}, "cache of 0 bytes"),
+        ({"cache": "c", "cache_bytes": 0}, "cache_bytes must be above zero, got 0"),
     ):
         with pytest.raises(errors.ConfigError, match=message):
             len(MapDataset(folder.uri, **arguments))  # type: ignore[arg-type]
-    with pytest.raises(errors.ConfigError, match="read_ahead_bytes=0"):
+    with pytest.raises(errors.ConfigError, match="read_ahead_bytes must be at least 1, got 0"):
         IterableDataset(folder.uri, read_ahead_bytes=0)
     with pytest.raises(TypeError, match="shufle"):
         MapDataset(folder.uri, shufle=True)  # type: ignore[call-arg]
 
 
 @pytest.mark.parametrize("style", STYLES)
-def test_building_a_dataset_reads_nothing(style: type[Any]) -> None:
+def test_constructing_a_dataset_reads_nothing(style: type[Any]) -> None:
     dataset = style("gs://bkt/x", config=StoreConfig(endpoint="http://127.0.0.1:9"))
     assert dataset.traffic().requests == 0
 
@@ -291,7 +291,7 @@ def test_leaving_an_epoch_early_does_not_hang(gcs: Bucket, put: Put) -> None:
     assert not [p for p in multiprocessing.active_children() if "DataLoader" in p.name]
 
 
-def test_the_loader_fetches_the_next_batch_ahead(gcs: Bucket, put: Put, emulator: Emulator) -> None:
+def test_the_loader_prefetches_the_next_batch(gcs: Bucket, put: Put, emulator: Emulator) -> None:
     put(gcs, OBJECTS)
     dataset = MapDataset("gs://bkt/scans/", config=gcs.config, shuffle=True)
     loader = DataLoader(dataset, 4, collate_fn=list)
@@ -299,14 +299,14 @@ def test_the_loader_fetches_the_next_batch_ahead(gcs: Bucket, put: Put, emulator
     batches = iter(loader)
     first = next(batches)
     while emulator.counters().get.requests < 8:
-        pass  # the second batch comes unasked
+        pass  # the loader prefetches the second batch
     assert emulator.counters().get.requests == 8
     assert sorted([*first, *(b for batch in batches for b in batch)]) == sorted(BODIES)
     assert emulator.counters().get.requests == 40
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_fetching_ahead_changes_nothing(gcs: Bucket, put: Put, workers: int) -> None:
+def test_prefetching_does_not_change_the_samples(gcs: Bucket, put: Put, workers: int) -> None:
     put(gcs, OBJECTS)
     dataset = MapDataset("gs://bkt/scans/", config=gcs.config, shuffle=True)
     plain = torch.utils.data.DataLoader(
@@ -319,10 +319,10 @@ def test_fetching_ahead_changes_nothing(gcs: Bucket, put: Put, workers: int) -> 
     assert sorted(b for batch in loader for b in batch) == sorted(BODIES)
 
 
-def test_a_forked_worker_does_not_wait_for_what_its_parent_fetched_ahead(gcs: Bucket, put: Put) -> None:
+def test_a_forked_worker_does_not_wait_for_its_parents_prefetch(gcs: Bucket, put: Put) -> None:
     put(gcs, OBJECTS)
     dataset = MapDataset("gs://bkt/scans/", config=gcs.config)
-    next(iter(DataLoader(dataset, 20, collate_fn=list)))  # leaves the second batch on its way in the parent
+    next(iter(DataLoader(dataset, 20, collate_fn=list)))  # leaves the second batch in flight in the parent
     loader = torch.utils.data.DataLoader(dataset, batch_size=20, num_workers=1, collate_fn=list)
     assert [b for batch in loader for b in batch] == BODIES
 
@@ -339,20 +339,20 @@ def test_empty_objects_are_pinned_too(gcs: Bucket, put: Put, emulator: Emulator)
         _ = dataset[1]
 
 
-def test_a_batch_of_failures_says_so_under_torchs_loader(gcs: Bucket, put: Put) -> None:
+def test_a_batch_of_failures_raises_with_torchs_loader(gcs: Bucket, put: Put) -> None:
     put(gcs, {"a": b"body 7body"})
     dataset = MapDataset("gs://bkt/", config=gcs.config, decode=fails_on_seven, on_error="skip")
     with pytest.raises(errors.DatasetError, match=r"every sample of a batch failed.*gs://bkt/a.*voxlane.DataLoader"):
         list(torch.utils.data.DataLoader(dataset))
     assert list(DataLoader(dataset, 1)) == []
-    # What a loader sets on the dataset ends with its pass.
+    # Settings of a loader on the dataset end with its pass.
     with pytest.raises(errors.DatasetError):
         list(torch.utils.data.DataLoader(dataset))
 
 
-def test_a_manifest_of_which_nothing_matches_is_an_error(folder: Bucket, put: Put) -> None:
+def test_a_manifest_without_matches_raises(folder: Bucket, put: Put) -> None:
     put(folder, OBJECTS)
-    with pytest.raises(errors.EmptyError, match="no object fits"):
+    with pytest.raises(errors.EmptyError, match="no object matches"):
         len(MapDataset(list_objects(folder.uri), match="*.nothing"))
 
 
@@ -360,7 +360,7 @@ def test_wrong_types_are_named(folder: Bucket) -> None:
     for arguments in ({"config": {"endpoint": "x"}}, {"match": 5}, {"seed": "a"}, {"seed": -1}):
         with pytest.raises(errors.ConfigError, match=next(iter(arguments))):
             MapDataset(folder.uri, **arguments)
-    with pytest.raises(errors.ConfigError, match="a dataset over None"):
+    with pytest.raises(errors.ConfigError, match="must be a URI, a path or a Manifest, got None"):
         MapDataset(None)
 
 

@@ -1,4 +1,4 @@
-"""Sharding and resume, as arithmetic: every sample once, whatever the numbers of ranks and workers."""
+"""Sharding and resume yield every sample once, for any number of ranks and workers."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from voxlane import errors
-from voxlane.dataset.order import State, check_rank, epoch_order, rank_share, rank_share_size, worker_share
+from voxlane import MapDataset, errors
+from voxlane.dataset.order import State, epoch_order, rank_share, rank_share_size, worker_share
 
 SMALL = st.integers(1, 7)
 
 
 @given(st.integers(0, 200), st.integers(0, 200), SMALL, SMALL, SMALL)
-def test_ranks_and_workers_partition_what_is_left(
+def test_ranks_and_workers_partition_the_remaining_samples(
     samples: int, consumed: int, world: int, workers: int, block: int
 ) -> None:
     consumed = min(consumed, samples)
@@ -31,7 +31,7 @@ def test_ranks_and_workers_partition_what_is_left(
 def test_equal_batches_on_every_rank_leave_a_suffix(
     samples: int, consumed: int, world: int, workers: int, batch: int, batches: int
 ) -> None:
-    """The state after k batches a rank is one number: the loader's claim."""
+    """The state after k batches per rank is a single number, on which the loader relies."""
     consumed = min(consumed, samples)
     given_out: list[int] = []
     for rank in range(world):
@@ -54,17 +54,17 @@ def test_share_sizes(samples: int, consumed: int, world: int, tail: str) -> None
         assert sum(sizes) >= samples - consumed
 
 
-def test_shuffle_depends_on_seed_and_epoch_alone() -> None:
-    one = epoch_order(1000, seed=3, epoch=5, shuffle=True)
-    assert np.array_equal(one, epoch_order(1000, seed=3, epoch=5, shuffle=True))
-    assert not np.array_equal(one, epoch_order(1000, seed=3, epoch=6, shuffle=True))
-    assert not np.array_equal(one, epoch_order(1000, seed=4, epoch=5, shuffle=True))
-    assert sorted(one) == list(range(1000))
+def test_shuffle_depends_only_on_seed_and_epoch() -> None:
+    order = epoch_order(1000, seed=3, epoch=5, shuffle=True)
+    assert np.array_equal(order, epoch_order(1000, seed=3, epoch=5, shuffle=True))
+    assert not np.array_equal(order, epoch_order(1000, seed=3, epoch=6, shuffle=True))
+    assert not np.array_equal(order, epoch_order(1000, seed=4, epoch=5, shuffle=True))
+    assert sorted(order) == list(range(1000))
     assert np.array_equal(epoch_order(5, seed=3, epoch=5, shuffle=False), np.arange(5))
 
 
-def test_wrong_states_and_ranks_are_refused() -> None:
+def test_wrong_states_and_ranks_raise() -> None:
     with pytest.raises(errors.StateError, match="not a dataset state"):
         State.from_dict({"epoch": 1})
     with pytest.raises(errors.ConfigError, match="rank 2 of 2"):
-        check_rank(2, 2)
+        MapDataset("file:///data", rank=2, world_size=2)

@@ -50,24 +50,24 @@ def test_elastic_resume(
     new_batch: int,
 ) -> None:  # fmt: skip
     first = loaders(style, manifest, world, workers, batch)
-    seen: list[str] = []
+    names: list[str] = []
     states = []
     for loader in first:
-        for given_out in itertools.islice(loader, 4):
-            seen += given_out
+        for returned in itertools.islice(loader, 4):
+            names += returned
         states.append(loader.state_dict())
     assert all(state == states[0] for state in states)
-    assert len(seen) == 4 * world * batch
-    state = json.loads(json.dumps(states[0]))  # plain data: it goes into any checkpoint
+    assert len(names) == 4 * world * batch
+    state = json.loads(json.dumps(states[0]))  # plain data, which any checkpoint can hold
 
     second = loaders(style, manifest, new_world, new_workers, new_batch)
     for loader in second:
         loader.load_state_dict(state)
-    expected = sum(len(loader) - 4 for loader in second)  # the epoch's length counts the four before
+    expected = sum(len(loader) - 4 for loader in second)  # the length of the epoch includes the four batches before
     rest = [batch for loader in second for batch in loader]
     assert len(rest) == expected
-    assert sorted(seen + [name for b in rest for name in b]) == NAMES
-    # The next epoch is whole and shuffled anew.
+    assert sorted(names + [name for b in rest for name in b]) == NAMES
+    # The next epoch is complete and shuffled again.
     assert sorted(name for loader in second for b in loader for name in b) == NAMES
 
 
@@ -96,12 +96,12 @@ def test_resume_is_exact_when_samples_are_skipped(manifest: Manifest, style: typ
         dataset = style(manifest, decode=only_even, on_error="skip", shuffle=True)
         return DataLoader(dataset, 4, num_workers=workers, collate_fn=list)
 
-    one = loader()
-    seen = [name for batch in itertools.islice(one, 9) for name in batch]
+    first = loader()
+    names = [name for batch in itertools.islice(first, 9) for name in batch]
     other = loader()
-    other.load_state_dict(one.state_dict())
+    other.load_state_dict(first.state_dict())
     rest = [name for batch in other for name in batch]
-    assert sorted(seen + rest) == NAMES[::2]
+    assert sorted(names + rest) == NAMES[::2]
 
 
 def only_even(body: bytes) -> str:
@@ -118,27 +118,27 @@ def test_torchdata_stateful_dataloader(manifest: Manifest, style: type[Any], wor
         sampler = dataset.sampler() if style is MapDataset else None
         return StatefulDataLoader(dataset, batch_size=4, sampler=sampler, num_workers=workers, collate_fn=list)
 
-    one = loader()
-    stream = iter(one)
-    seen = [name for batch in itertools.islice(stream, 7) for name in batch]
-    state = one.state_dict()
+    first = loader()
+    stream = iter(first)
+    names = [name for batch in itertools.islice(stream, 7) for name in batch]
+    state = first.state_dict()
     other = loader()
     other.load_state_dict(state)
-    assert sorted(seen + [name for batch in other for name in batch]) == NAMES
+    assert sorted(names + [name for batch in other for name in batch]) == NAMES
 
 
 def test_a_plain_loop_resumes(manifest: Manifest) -> None:
     dataset = IterableDataset(manifest, decode=decode, shuffle=True)
-    seen = list(itertools.islice(dataset, 33))
+    names = list(itertools.islice(dataset, 33))
     other = IterableDataset(manifest, decode=decode)
     other.load_state_dict(dataset.state_dict())
     assert len(other) == 101 - 33
-    assert sorted(seen + list(other)) == NAMES
+    assert sorted(names + list(other)) == NAMES
 
 
-def test_a_state_of_other_samples_is_refused(manifest: Manifest) -> None:
+def test_a_state_of_other_samples_raises(manifest: Manifest) -> None:
     state = MapDataset(manifest).state_dict()
-    with pytest.raises(errors.StateError, match="taken over 101 samples"):
+    with pytest.raises(errors.StateError, match="a dataset of 101 samples"):
         MapDataset(manifest.take(range(50))).load_state_dict(state)
     with pytest.raises(errors.StateError, match="not a dataset state"):
         MapDataset(manifest).load_state_dict({})
@@ -150,12 +150,12 @@ def test_uneven_tails(manifest: Manifest) -> None:
         assert [len(list(d)) for d in datasets] == [len(d) for d in datasets] == expected
 
 
-def test_loader_refuses_what_would_break_its_order(manifest: Manifest) -> None:
-    with pytest.raises(errors.ConfigError, match="takes no shuffle"):
+def test_the_loader_rejects_arguments_that_would_break_its_order(manifest: Manifest) -> None:
+    with pytest.raises(errors.ConfigError, match="does not accept shuffle"):
         DataLoader(MapDataset(manifest), 4, shuffle=True)
-    with pytest.raises(errors.ConfigError, match="batch_size=0"):
+    with pytest.raises(errors.ConfigError, match="batch_size must be an integer of at least 1, got 0"):
         DataLoader(MapDataset(manifest), 0)
-    with pytest.raises(errors.ConfigError, match="over a list"):
+    with pytest.raises(errors.ConfigError, match="does not support a list"):
         DataLoader([1, 2], 4)  # type: ignore[arg-type]
 
 
@@ -195,7 +195,7 @@ def test_ranks_of_a_process_group_share_one_listing(
         assert process.exitcode == 0
     samples = [name for _, names in got for name in names if name.startswith("s")]
     assert sorted(samples) == NAMES
-    # One rank listed for both; where it fails, both say why.
+    # One rank lists for both. If it fails, both raise its error.
     assert emulator.counters().list.requests == 2
     assert [names for _, names in got].count(["BucketNotFoundError"]) == 2
 
@@ -210,7 +210,7 @@ def test_a_state_saved_before_the_first_sample_loses_none(manifest: Manifest) ->
     assert (dataset.state_dict()["epoch"], dataset.state_dict()["consumed"]) == (1, 0)
 
 
-def test_after_a_resumed_pass_the_next_one_is_whole(manifest: Manifest) -> None:
+def test_after_a_resumed_pass_the_next_one_is_complete(manifest: Manifest) -> None:
     stream = IterableDataset(manifest, decode=decode)
     random_access = MapDataset(manifest, decode=decode)
     for dataset in (stream, random_access):
@@ -223,9 +223,9 @@ def test_after_a_resumed_pass_the_next_one_is_whole(manifest: Manifest) -> None:
 
 def test_two_loaders_over_one_dataset_do_not_disturb_each_other(manifest: Manifest) -> None:
     dataset = IterableDataset(manifest, decode=decode, shuffle=True)
-    one = DataLoader(dataset, 4, num_workers=2, collate_fn=list)
+    first = DataLoader(dataset, 4, num_workers=2, collate_fn=list)
     DataLoader(dataset, 10, num_workers=2)
-    seen = [name for batch in itertools.islice(one, 3) for name in batch]
+    names = [name for batch in itertools.islice(first, 3) for name in batch]
     other = DataLoader(IterableDataset(manifest, decode=decode, shuffle=True), 4, collate_fn=list)
-    other.load_state_dict(one.state_dict())
-    assert sorted(seen + [name for batch in other for name in batch]) == NAMES
+    other.load_state_dict(first.state_dict())
+    assert sorted(names + [name for batch in other for name in batch]) == NAMES

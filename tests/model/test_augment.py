@@ -1,4 +1,4 @@
-"""Augmentation: by seed alone, image and label together, and nothing where nothing is asked."""
+"""Augmentation depends only on the seed, transforms image and label together, and can be switched off."""
 
 from __future__ import annotations
 
@@ -11,22 +11,24 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from voxlane.errors import ConfigError
-from voxlane.model import intensity
-from voxlane.model.augment import Augment, AugmentSettings, ChannelDraw, Draw, draw, draws
-from voxlane.settings import build, plain
+from voxlane.model import intensity_transforms
+from voxlane.model.augment import Augment, AugmentSettings, ChannelAugmentation, SampleAugmentation, draws
+from voxlane.settings import build, to_plain
 
 PATCH = (12, 20, 16)
-CHANCES = [field.name for field in dataclasses.fields(AugmentSettings) if field.name.endswith("_p")]
-NEVER = dict.fromkeys(CHANCES, 0.0) | {"blur_channel_p": 1.0, "low_resolution_channel_p": 1.0}
-ALWAYS = dict.fromkeys(NEVER, 1.0) | {"mirror_p": 0.5}
+PROBABILITY_FIELDS = [field.name for field in dataclasses.fields(AugmentSettings) if field.name.endswith("_p")]
+NO_OPERATIONS = dict.fromkeys(PROBABILITY_FIELDS, 0.0) | {"blur_channel_p": 1.0, "low_resolution_channel_p": 1.0}
+ALL_OPERATIONS = dict.fromkeys(NO_OPERATIONS, 1.0) | {"mirror_p": 0.5}
 
 
-def only(**chances: Any) -> AugmentSettings:
-    """Settings under which nothing else is done."""
-    return AugmentSettings(**(NEVER | chances))
+def settings_with_only(**probabilities: Any) -> AugmentSettings:
+    """Return settings that apply only the named operations."""
+    return AugmentSettings(**(NO_OPERATIONS | probabilities))
 
 
-def batch(size: int = 4, channels: int = 2, patch: tuple[int, int, int] = PATCH) -> tuple[torch.Tensor, torch.Tensor]:
+def make_batch(
+    size: int = 4, channels: int = 2, patch: tuple[int, int, int] = PATCH
+) -> tuple[torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(7)
     image = torch.randn((size, channels, *patch), generator=generator)
     return image, torch.randint(0, 4, (size, *patch), generator=generator, dtype=torch.uint8)
@@ -36,16 +38,16 @@ def seeds(*values: int) -> torch.Tensor:
     return torch.tensor(values, dtype=torch.int64)
 
 
-def blob(patch: tuple[int, int, int] = (32, 40, 36)) -> torch.Tensor:
-    """A smooth bump away from the centre, one half at its rim."""
+def make_blob(patch: tuple[int, int, int] = (32, 40, 36)) -> torch.Tensor:
+    """Return a smooth bump away from the centre, with the value one half at its rim."""
     axes = torch.meshgrid(*(torch.linspace(-1, 1, size) for size in patch), indexing="ij")
     distance = sum(((a - c) / 0.5) ** 2 for a, c in zip(axes, (0.2, -0.1, 0.15), strict=True))
     return torch.exp2(-distance)
 
 
 @pytest.mark.parametrize("preset", ["nnunet", "mlperf"])
-def test_same_seeds_same_result_and_inputs_stay(preset: Any) -> None:
-    image, label = batch()
+def test_same_seeds_give_the_same_result_and_inputs_are_unchanged(preset: Any) -> None:
+    image, label = make_batch()
     before = image.clone(), label.clone()
     augment = Augment(AugmentSettings(preset=preset, strength=10.0), PATCH)
     first, second = (augment(image, label, seeds(3, 1, 4, 2**62)) for _ in range(2))
@@ -60,20 +62,20 @@ def test_same_seeds_same_result_and_inputs_stay(preset: Any) -> None:
 
 @settings(max_examples=15, deadline=None)
 @given(st.permutations(range(4)), st.integers(1, 4), st.integers(-(2**63), 2**63 - 5))
-def test_a_sample_does_not_depend_on_its_neighbours(order: list[int], size: int, start: int) -> None:
-    image, label = batch()
-    augment = Augment(AugmentSettings(**ALWAYS), PATCH)
+def test_samples_are_independent_of_each_other(order: list[int], size: int, start: int) -> None:
+    image, label = make_batch()
+    augment = Augment(AugmentSettings(**ALL_OPERATIONS), PATCH)
     all_seeds = seeds(*(start + i for i in range(4)))
     whole_image, whole_label = augment(image, label, all_seeds)
-    chosen = order[:size]
-    part_image, part_label = augment(image[chosen], label[chosen], all_seeds[chosen])
-    assert torch.equal(part_image, whole_image[chosen])
-    assert torch.equal(part_label, whole_label[chosen])
+    indices = order[:size]
+    part_image, part_label = augment(image[indices], label[indices], all_seeds[indices])
+    assert torch.equal(part_image, whole_image[indices])
+    assert torch.equal(part_label, whole_label[indices])
 
 
-def test_number_of_threads_changes_nothing() -> None:
-    image, label = batch()
-    augment = Augment(AugmentSettings(**ALWAYS), PATCH)
+def test_result_does_not_depend_on_threads() -> None:
+    image, label = make_batch()
+    augment = Augment(AugmentSettings(**ALL_OPERATIONS), PATCH)
     threads = torch.get_num_threads()
     results = []
     try:
@@ -87,33 +89,33 @@ def test_number_of_threads_changes_nothing() -> None:
         assert torch.allclose(results[0][0], other[0], atol=1e-5)
 
 
-def test_none_is_the_same_tensors() -> None:
-    image, label = batch()
+def test_preset_none_returns_its_inputs() -> None:
+    image, label = make_batch()
     new_image, new_label = Augment(AugmentSettings(preset="none"), PATCH)(image, label, seeds(1, 2, 3, 4))
     assert new_image is image
     assert new_label is label
 
 
-def test_strength_zero_changes_no_voxel() -> None:
-    image, label = batch()
+def test_strength_zero_keeps_all_voxels() -> None:
+    image, label = make_batch()
     new_image, new_label = Augment(AugmentSettings(strength=0.0), PATCH)(image, label, seeds(1, 2, 3, 4))
     assert torch.equal(new_image, image)
     assert torch.equal(new_label, label)
 
 
-def test_a_larger_patch_is_cut_to_its_middle() -> None:
-    image, label = batch(patch=(16, 25, 16))
-    for chosen in (AugmentSettings(preset="none"), only()):
+def test_larger_patch_is_cropped_to_its_centre() -> None:
+    image, label = make_batch(patch=(16, 25, 16))
+    for chosen in (AugmentSettings(preset="none"), settings_with_only()):
         new_image, new_label = Augment(chosen, PATCH)(image, label, seeds(1, 2, 3, 4))
         assert torch.equal(new_image, image[:, :, 2:14, 2:22])
         assert torch.equal(new_label, label[:, 2:14, 2:22])
 
 
-def test_a_larger_patch_gives_rotation_what_lies_around() -> None:
-    """Cut after the rotation, the middle of a large patch is the same as when all of it is rotated."""
-    image = blob((40, 40, 40))[None, None].repeat(3, 1, 1, 1, 1)
+def test_rotation_uses_the_margin_of_a_larger_patch() -> None:
+    """Cropping after the rotation gives the same centre as rotating the whole patch."""
+    image = make_blob((40, 40, 40))[None, None].repeat(3, 1, 1, 1, 1)
     label = (image[:, 0] > 0.5).to(torch.uint8)
-    chosen = only(rotation_p=1.0, scaling_p=1.0)
+    chosen = settings_with_only(rotation_p=1.0, scaling_p=1.0)
     whole_image, whole_label = Augment(chosen, (40, 40, 40))(image, label, seeds(1, 2, 3))
     cut_image, cut_label = Augment(chosen, (20, 20, 20))(image, label, seeds(1, 2, 3))
     assert torch.allclose(cut_image, whole_image[:, :, 10:30, 10:30, 10:30], atol=1e-5)
@@ -123,10 +125,10 @@ def test_a_larger_patch_gives_rotation_what_lies_around() -> None:
 @settings(max_examples=20, deadline=None)
 @given(st.integers(0, 2**63 - 1))
 def test_label_follows_image(seed: int) -> None:
-    """After any turn and mirroring the bump's upper half is where the label says, but for half a voxel at its rim."""
-    image = blob()[None, None]
+    """After any rotation and mirroring the label marks the upper half of the bump, up to half a voxel at its rim."""
+    image = make_blob()[None, None]
     label = (image[:, 0] > 0.5).to(torch.uint8)
-    augment = Augment(only(rotation_p=1.0, scaling_p=1.0, mirror_p=0.5), (32, 40, 36))
+    augment = Augment(settings_with_only(rotation_p=1.0, scaling_p=1.0, mirror_p=0.5), (32, 40, 36))
     new_image, new_label = augment(image, label, seeds(seed))
     inside, outside = new_image[:, 0] > 0.6, new_image[:, 0] < 0.4
     assert inside.any()
@@ -135,31 +137,31 @@ def test_label_follows_image(seed: int) -> None:
     assert not torch.equal(new_label, label)
 
 
-def test_mirroring_with_a_turn_is_mirroring_after_it() -> None:
-    image, label = batch(size=8)
-    turn = only(rotation_p=1.0, scaling_p=1.0)
-    numbers = seeds(*range(8))
-    turned_image, turned_label = Augment(turn, PATCH)(image, label, numbers)
-    both = Augment(dataclasses.replace(turn, mirror_p=0.5), PATCH)
-    new_image, new_label = both(image, label, numbers)
+def test_mirroring_follows_rotation() -> None:
+    image, label = make_batch(size=8)
+    rotation = settings_with_only(rotation_p=1.0, scaling_p=1.0)
+    sample_seeds = seeds(*range(8))
+    rotated_image, rotated_label = Augment(rotation, PATCH)(image, label, sample_seeds)
+    rotation_and_mirroring = Augment(dataclasses.replace(rotation, mirror_p=0.5), PATCH)
+    new_image, new_label = rotation_and_mirroring(image, label, sample_seeds)
     for index in range(8):
-        axes = [axis - 3 for axis, flipped in enumerate(both.draw(index, 2).flips) if flipped]
-        assert torch.allclose(new_image[index], turned_image[index].flip(axes), atol=1e-4)
-        assert (new_label[index] != turned_label[index].flip(axes)).float().mean() < 1e-3
+        axes = [axis - 3 for axis, flipped in enumerate(rotation_and_mirroring.draws([index], 2)[0].flips) if flipped]
+        assert torch.allclose(new_image[index], rotated_image[index].flip(axes), atol=1e-4)
+        assert (new_label[index] != rotated_label[index].flip(axes)).float().mean() < 1e-3
 
 
 def test_only_allowed_axes_are_mirrored() -> None:
-    chosen = only(mirror_p=1.0, mirror_axes=(0, 2))
-    image, label = batch()
+    chosen = settings_with_only(mirror_p=1.0, mirror_axes=(0, 2))
+    image, label = make_batch()
     new_image, new_label = Augment(chosen, PATCH)(image, label, seeds(1, 2, 3, 4))
     assert torch.equal(new_image, image.flip(2, 4))
     assert torch.equal(new_label, label.flip(1, 3))
 
 
 @pytest.mark.parametrize(("patch", "flat_axis"), [((8, 32, 32), 0), ((32, 8, 32), 1), ((32, 32, 8), 2)])
-def test_an_anisotropic_patch_is_changed_in_its_plane(patch: tuple[int, int, int], flat_axis: int) -> None:
-    """Planes along the short side do not mix: each of constant value keeps it."""
-    augment = Augment(only(rotation_p=1.0, scaling_p=1.0, low_resolution_p=1.0), patch)
+def test_anisotropic_patch_is_transformed_in_its_plane(patch: tuple[int, int, int], flat_axis: int) -> None:
+    """Planes along the short side do not mix, so each plane keeps its constant value."""
+    augment = Augment(settings_with_only(rotation_p=1.0, scaling_p=1.0, low_resolution_p=1.0), patch)
     assert augment.flat_axis == flat_axis
     shape = [1, 1, 1, 1, 1]
     shape[2 + flat_axis] = 8
@@ -168,39 +170,40 @@ def test_an_anisotropic_patch_is_changed_in_its_plane(patch: tuple[int, int, int
     new_image, new_label = augment(image, label, seeds(1, 2, 3, 4))
     assert torch.allclose(new_image, image, atol=1e-4)
     assert torch.equal(new_label, label)
-    angles = [augment.draw(seed, 1).angles for seed in range(200)]
+    angles = [drawn.angles for drawn in augment.draws(range(200), 1)]
     assert max(abs(angle[flat_axis]) for angle in angles if angle) > 2.5
     assert all(angle[axis] == 0.0 for angle in angles if angle for axis in range(3) if axis != flat_axis)
 
 
-def test_anisotropy_can_be_said_or_follows_the_patch() -> None:
+def test_anisotropy_is_set_or_follows_the_patch() -> None:
     assert Augment(AugmentSettings(), (40, 56, 40)).flat_axis is None
     assert Augment(AugmentSettings(), (32, 96, 96)).flat_axis is None
     assert Augment(AugmentSettings(), (28, 96, 96)).flat_axis == 0
-    assert Augment(AugmentSettings(), (40, 56, 40), anisotropic=True).flat_axis == 0
-    assert Augment(AugmentSettings(), (8, 96, 96), anisotropic=False).flat_axis is None
+    assert Augment(AugmentSettings(), (40, 56, 40)).flat_axis is None
+    assert Augment(AugmentSettings(), (8, 96, 96)).flat_axis == 0
 
 
-def test_a_setting_leaves_what_the_others_draw() -> None:
+def test_settings_do_not_change_other_draws() -> None:
     before, after = (
-        draw(AugmentSettings(**ALWAYS | change), 5, 2) for change in ({}, {"rotation_p": 0.0, "noise_p": 0.0})
+        draws(AugmentSettings(**ALL_OPERATIONS | change), [5], 2)[0]
+        for change in ({}, {"rotation_p": 0.0, "noise_p": 0.0})
     )
     assert (after.angles, after.noise_std) == (None, None)
     assert (before.scales, before.flips, before.channels) == (after.scales, after.flips, after.channels)
 
 
-def test_what_a_seed_draws_stays() -> None:
-    """A run is repeated by its seed, whatever the version."""
+def test_draws_of_a_seed_never_change() -> None:
+    """A seed repeats a run in every version."""
     chosen = AugmentSettings(strength=10.0).in_effect()
-    made = draw(chosen, 5, 2)
-    assert made == Draw(
+    result = draws(chosen, [5], 2)[0]
+    assert result == SampleAugmentation(
         angles=(-0.059310031203308564, -0.26284780799992663, 0.18597255645940225),
         scales=(1.2203717941030536,) * 3,
         flips=(False, False, True),
         noise_std=0.07605338377608305,
         noise_seed=6767611927603349064,
         channels=(
-            ChannelDraw(
+            ChannelAugmentation(
                 blur_voxels=(0.6248647179497937, 0.8149506447179609, 0.7312808932570299),
                 brightness=1.1492653293886121,
                 contrast=0.9511704595214308,
@@ -208,7 +211,7 @@ def test_what_a_seed_draws_stays() -> None:
                 gamma_inverted=0.7843426248185755,
                 gamma=0.7840304416615891,
             ),
-            ChannelDraw(
+            ChannelAugmentation(
                 brightness=0.7581120504947846,
                 contrast=0.9560581863594738,
                 gamma_inverted=1.0638025697528073,
@@ -216,28 +219,28 @@ def test_what_a_seed_draws_stays() -> None:
             ),
         ),
     )
-    flat = draw(chosen, -3, 1, 0)
+    flat = draws(chosen, [-3], 1, 0)[0]
     assert (flat.angles, flat.scales) == (
         (-0.2164916637734836, 0.0, 0.0),
         (1.0, 1.1227703161821005, 1.1227703161821005),
     )
     assert flat.noise_seed == 112178671737246765
-    assert draws(chosen, [-3, 5, 2**62, 5], 2)[1::2] == [made, made]
+    assert draws(chosen, [-3, 5, 2**62, 5], 2)[1::2] == [result, result]
 
 
-def _done(made: Draw) -> dict[str, bool]:
-    channel = made.channels[0]
+def _drawn_operations(result: SampleAugmentation) -> dict[str, bool]:
+    channel = result.channels[0]
     return {
-        "rotation_p": made.angles is not None,
-        "scaling_p": made.scales is not None,
-        "noise_p": made.noise_std is not None,
+        "rotation_p": result.angles is not None,
+        "scaling_p": result.scales is not None,
+        "noise_p": result.noise_std is not None,
         "blur_p": channel.blur_voxels is not None,
         "brightness_p": channel.brightness is not None,
         "contrast_p": channel.contrast is not None,
         "low_resolution_p": channel.low_resolution is not None,
         "gamma_inverted_p": channel.gamma_inverted is not None,
         "gamma_p": channel.gamma is not None,
-        "mirror_p": made.flips[1],
+        "mirror_p": result.flips[1],
     }
 
 
@@ -264,39 +267,39 @@ def _done(made: Draw) -> dict[str, bool]:
         (AugmentSettings(preset="none"), {}),
     ],
 )
-def test_how_often_each_is_done(chosen: AugmentSettings, expected: dict[str, float]) -> None:
+def test_frequency_of_each_operation(chosen: AugmentSettings, expected: dict[str, float]) -> None:
     count = 4000
     augment = Augment(chosen, PATCH)
-    done = [_done(augment.draw(seed, 1)) for seed in range(count)]
-    for name in done[0]:
-        share = sum(made[name] for made in done) / count
-        chance = expected.get(name, 0.0)
-        assert abs(share - chance) <= 4 * (chance * (1 - chance) / count) ** 0.5, name
+    operations = [_drawn_operations(drawn) for drawn in augment.draws(range(count), 1)]
+    for name in operations[0]:
+        share = sum(result[name] for result in operations) / count
+        probability = expected.get(name, 0.0)
+        assert abs(share - probability) <= 4 * (probability * (1 - probability) / count) ** 0.5, name
 
 
-def test_mlperf_noise_comes_last_and_brightness_is_one_for_all_channels() -> None:
+def test_mlperf_adds_noise_last_and_scales_all_channels_alike() -> None:
     augment = Augment(AugmentSettings(preset="mlperf", strength=10.0), PATCH)
     image, label = torch.ones((1, 2, *PATCH)), torch.zeros((1, *PATCH), dtype=torch.uint8)
-    made = augment.draw(11, 2)
-    factor, std = made.channels[0].brightness, made.noise_std
+    result = augment.draws([11], 2)[0]
+    factor, std = result.channels[0].brightness, result.noise_std
     assert factor is not None
-    assert made.channels[1].brightness == factor
+    assert result.channels[1].brightness == factor
     new_image, _ = augment(image, label, seeds(11))
-    noise = torch.randn((2, *PATCH), generator=torch.Generator().manual_seed(made.noise_seed))
+    noise = torch.randn((2, *PATCH), generator=torch.Generator().manual_seed(result.noise_seed))
     assert torch.allclose(new_image[0], factor + std * noise, atol=1e-6)
 
 
-def test_forward_reads_nothing_back_from_the_device() -> None:
-    """Tensors without storage refuse to be read; noise is left out, because they have no random generator."""
-    augment = Augment(AugmentSettings(**(ALWAYS | {"noise_p": 0.0})), PATCH)
-    image, label = (tensor.to("meta") for tensor in batch())
+def test_forward_copies_nothing_from_the_device() -> None:
+    """Meta tensors cannot be read. Noise is left out because they have no random generator."""
+    augment = Augment(AugmentSettings(**(ALL_OPERATIONS | {"noise_p": 0.0})), PATCH)
+    image, label = (tensor.to("meta") for tensor in make_batch())
     new_image, new_label = augment(image, label, seeds(1, 2, 3, 4))
     assert new_image.shape == image.shape
     assert new_label.shape == label.shape
 
 
-def test_a_constant_channel_stays_finite_and_constant() -> None:
-    augment = Augment(AugmentSettings(**(ALWAYS | {"noise_p": 0.0, "brightness_p": 0.0})), PATCH)
+def test_constant_channel_stays_finite_and_constant() -> None:
+    augment = Augment(AugmentSettings(**(ALL_OPERATIONS | {"noise_p": 0.0, "brightness_p": 0.0})), PATCH)
     image, label = torch.full((2, 1, *PATCH), -0.7), torch.zeros((2, *PATCH), dtype=torch.uint8)
     new_image, _ = augment(image, label, seeds(1, 2))
     assert torch.allclose(new_image, image, atol=1e-5)
@@ -304,30 +307,30 @@ def test_a_constant_channel_stays_finite_and_constant() -> None:
 
 @pytest.mark.parametrize("patch", [(1, 4, 4), (2, 3, 5)])
 def test_tiny_patches(patch: tuple[int, int, int]) -> None:
-    image, label = batch(patch=patch)
-    new_image, new_label = Augment(AugmentSettings(**ALWAYS), patch)(image, label, seeds(1, 2, 3, 4))
+    image, label = make_batch(patch=patch)
+    new_image, new_label = Augment(AugmentSettings(**ALL_OPERATIONS), patch)(image, label, seeds(1, 2, 3, 4))
     assert torch.isfinite(new_image).all()
     assert new_label.shape == label.shape
 
 
 def test_integer_labels_keep_their_type() -> None:
-    image, label = batch()
+    image, label = make_batch()
     for dtype in (torch.uint8, torch.int16, torch.int64):
-        _, new_label = Augment(AugmentSettings(**ALWAYS), PATCH)(image, label.to(dtype), seeds(1, 2, 3, 4))
+        _, new_label = Augment(AugmentSettings(**ALL_OPERATIONS), PATCH)(image, label.to(dtype), seeds(1, 2, 3, 4))
         assert new_label.dtype == dtype
 
 
 @pytest.mark.parametrize(("sigma", "taps"), [(0.5, 3), (0.58, 3), (0.59, 5), (0.75, 5), (0.92, 7), (1.0, 7)])
-def test_blur_kernel_is_as_long_as_nnunets(sigma: float, taps: int) -> None:
-    weights = intensity.gaussian(sigma, limit=99)
+def test_blur_kernel_has_the_length_of_nnunet(sigma: float, taps: int) -> None:
+    weights = intensity_transforms.gaussian_weights(sigma, limit=99)
     assert 2 * len(weights) - 1 == taps
     assert weights[0] + 2 * sum(weights[1:]) == pytest.approx(1.0)
 
 
-def test_settings_say_what_is_wrong() -> None:
-    with pytest.raises(ConfigError, match=r"rotation_degrees: \[30.0, -30.0\] is not \(lowest, highest\)"):
+def test_errors_name_the_setting() -> None:
+    with pytest.raises(ConfigError, match=r"rotation_degrees: expected \(lowest, highest\), got \[30.0, -30.0\]"):
         AugmentSettings(rotation_degrees=(30.0, -30.0))
-    with pytest.raises(ConfigError, match="noise_p: preset mlperf has its own"):
+    with pytest.raises(ConfigError, match="noise_p: can be set only with preset nnunet, not with mlperf"):
         AugmentSettings(preset="mlperf", noise_p=0.5)
     with pytest.raises(ConfigError, match="gamma_p"):
         AugmentSettings(gamma_p=1.5)
@@ -335,18 +338,18 @@ def test_settings_say_what_is_wrong() -> None:
         AugmentSettings(low_resolution_scale=(0.5, 2.0))
 
 
-def test_settings_survive_plain_data() -> None:
+def test_settings_survive_conversion_to_plain_data() -> None:
     for preset in ("nnunet", "mlperf", "none"):
-        made = AugmentSettings(preset=preset, strength=0.5)
-        assert build(AugmentSettings, plain(made)) == made
+        result = AugmentSettings(preset=preset, strength=0.5)
+        assert build(AugmentSettings, to_plain(result)) == result
 
 
-def test_forward_refuses_what_does_not_fit() -> None:
-    image, label = batch()
+def test_forward_rejects_mismatched_inputs() -> None:
+    image, label = make_batch()
     augment = Augment(AugmentSettings(), PATCH)
-    with pytest.raises(ConfigError, match="are no batch"):
+    with pytest.raises(ConfigError, match="do not match"):
         augment(image, label[:, 1:], seeds(1, 2, 3, 4))
-    with pytest.raises(ConfigError, match="one number a sample"):
+    with pytest.raises(ConfigError, match="one number per sample"):
         augment(image, label, seeds(1, 2))
-    with pytest.raises(ConfigError, match="cannot be cut"):
+    with pytest.raises(ConfigError, match="cannot be cropped"):
         Augment(AugmentSettings(), (16, 20, 16))(image, label, seeds(1, 2, 3, 4))

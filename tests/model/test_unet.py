@@ -1,4 +1,4 @@
-"""The networks: shapes, parameter counts, heads, initial weights, and what a wrong patch is told."""
+"""The networks: shapes, parameter counts, heads, initial weights, and errors about wrong patches."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from voxlane.errors import ConfigError
-from voxlane.kernels import support
 from voxlane.model import networks, norm
-from voxlane.model.mlperf import UNet3D
-from voxlane.model.norm import InstanceNormAct, norm_and_act
+from voxlane.model.kernels import support
+from voxlane.model.mlperf_unet import UNet3D
+from voxlane.model.norm import InstanceNormAct, make_norm_and_act
 from voxlane.model.unet import SLOPE, UNet
 from voxlane.volume.plan import Network
 
@@ -27,27 +27,27 @@ SMALL = Network(
 )
 
 
-NNUNET = 31_196_399
-MLPERF = 31_190_243
+NNUNET_PARAMETERS = 31_196_399
+MLPERF_PARAMETERS = 31_190_243
 
 
-def count(network: nn.Module) -> int:
+def count_parameters(network: nn.Module) -> int:
     return sum(p.numel() for p in network.parameters())
 
 
-def test_training_gives_logits_at_each_native_scale_and_evaluation_one() -> None:
+def test_training_returns_all_heads_and_evaluation_the_first() -> None:
     network = UNet(2, 3, SMALL)
     image = torch.randn(2, 2, 8, 16, 24)
     heads = network(image)
     assert [tuple(h.shape) for h in heads] == [(2, 3, 8, 16, 24), (2, 3, 8, 8, 12)]
     with torch.no_grad():
-        alone = network.eval()(image)
-    assert isinstance(alone, Tensor)
-    torch.testing.assert_close(alone, heads[0].detach())
+        logits = network.eval()(image)
+    assert isinstance(logits, Tensor)
+    torch.testing.assert_close(logits, heads[0].detach())
 
 
 def test_every_parameter_gets_a_gradient() -> None:
-    # Distributed training would otherwise wait for those that never come.
+    # Distributed training would otherwise wait for gradients that never arrive.
     for deep in (True, False):
         network = UNet(1, 2, SMALL, deep_supervision=deep)
         out = network(torch.randn(1, 1, 8, 16, 16))
@@ -66,16 +66,16 @@ def test_weights_trained_with_deep_supervision_load_without_it() -> None:
         trained.load_state_dict(plain.state_dict())
 
 
-def test_the_count_of_parameters_is_nnunets() -> None:
-    # nnU-Net's PlainConvUNet of this shape has 31,196,399 parameters, 963 of them in the head that it weighs with zero.
+def test_parameter_count_matches_nnunet() -> None:
+    # nnU-Net's PlainConvUNet of this shape has 31,196,399 parameters, 963 of them in the head with weight zero.
     features = (32, 64, 128, 256, 320, 320)
     strides = ((1, 1, 1), *[(2, 2, 2)] * 5)
     network = Network(features=features, strides=strides, kernels=((3, 3, 3),) * 6)
     with torch.device("meta"):
-        assert count(UNet(1, 3, network)) == NNUNET - (features[4] * 3 + 3)
+        assert count_parameters(UNet(1, 3, network)) == NNUNET_PARAMETERS - (features[4] * 3 + 3)
 
 
-def test_initial_weights_are_hes() -> None:
+def test_initial_weights_follow_he() -> None:
     torch.manual_seed(0)
     network = UNet(1, 2, Network(features=(32, 64), strides=((1, 1, 1), (2, 2, 2)), kernels=((3, 3, 3),) * 2))
     gain = math.sqrt(2 / (1 + SLOPE**2))
@@ -88,9 +88,9 @@ def test_initial_weights_are_hes() -> None:
             assert not module.bias.any()
 
 
-def test_mlperfs_count_of_parameters() -> None:
-    # Summed by hand from the benchmark's definition: 27 k² weights without bias and 2 of a norm for each convolution,
-    # 8 k² and a bias for each transposed one.
+def test_parameter_count_matches_mlperf() -> None:
+    # The sum follows the definition of the benchmark: each convolution has 27 weights per pair of channels, no bias,
+    # and 2 norm parameters per channel. Each transposed convolution has 8 weights per pair and a bias.
     widths = [32, 64, 128, 256, 320, 320]
 
     def conv(a: int, b: int) -> int:
@@ -103,10 +103,10 @@ def test_mlperfs_count_of_parameters() -> None:
     expected += 32 * 3 + 3
     with torch.device("meta"):
         network = UNet3D(1, 3)
-    assert count(network) == expected == MLPERF
+    assert count_parameters(network) == expected == MLPERF_PARAMETERS
 
 
-def test_mlperf_keeps_the_inputs_resolution() -> None:
+def test_mlperf_keeps_the_input_resolution() -> None:
     network = UNet3D(1, 3)
     with torch.device("meta"):
         network = network.to("meta")
@@ -116,45 +116,46 @@ def test_mlperf_keeps_the_inputs_resolution() -> None:
 def test_build_follows_the_plan() -> None:
     with torch.device("meta"):
         assert isinstance(networks.build(Network(kind="mlperf"), 1, 3, True), UNet3D)
-        made = networks.build(SMALL, 1, 3, False)
-    assert isinstance(made, UNet)
-    assert not made.deep_supervision
+        result = networks.build(SMALL, 1, 3, False)
+    assert isinstance(result, UNet)
+    assert not result.deep_supervision
 
 
-def test_a_patch_that_the_strides_do_not_divide_is_refused() -> None:
+def test_patch_not_divisible_by_strides_is_rejected() -> None:
     networks.check_patch(SMALL, (8, 16, 16))
-    assert networks.divisors(Network(kind="mlperf")) == (32, 32, 32)
-    with pytest.raises(ConfigError, match=r"patch: 20 along y is no multiple of 8.*Take 16 or 24"):
+    assert networks.patch_divisors(Network(kind="mlperf")) == (32, 32, 32)
+    with pytest.raises(ConfigError, match=r"patch: 20 along y is not a multiple of 8.*Use 16 or 24"):
         networks.check_patch(SMALL, (8, 20, 16))
-    with pytest.raises(ConfigError, match=r"patch: 2 along z.*Take 4"):
+    with pytest.raises(ConfigError, match=r"patch: 2 along z.*Use 4"):
         networks.check_patch(SMALL, (2, 16, 16))
     with pytest.raises(ConfigError, match="one voxel"):
         networks.check_patch(SMALL, (4, 8, 8))
 
 
-def test_fused_and_plain_networks_are_one() -> None:
-    # Old checkpoints have the plain one's names, and a seed gives both the same weights.
+def test_fused_and_plain_networks_are_interchangeable() -> None:
+    # Old checkpoints use the names of the plain network, and a seed gives both networks the same weights.
     for kind in (SMALL, Network(kind="mlperf")):
-        made = []
+        built_networks = []
         for fused in (True, False):
             torch.manual_seed(0)
-            made.append(networks.build(kind, 1, 3, fused=fused))
-        ours, plain = made
-        assert any(isinstance(m, InstanceNormAct) for m in ours.modules())
+            built_networks.append(networks.build(kind, 1, 3, fused=fused))
+        fused_network, plain = built_networks
+        assert any(isinstance(m, InstanceNormAct) for m in fused_network.modules())
         assert not any(isinstance(m, InstanceNormAct) for m in plain.modules())
-        assert list(ours.state_dict()) == list(plain.state_dict())
-        assert [n for n, _ in ours.named_parameters()] == [n for n, _ in plain.named_parameters()]
+        assert list(fused_network.state_dict()) == list(plain.state_dict())
+        assert [n for n, _ in fused_network.named_parameters()] == [n for n, _ in plain.named_parameters()]
         assert all(
-            torch.equal(a, b) for a, b in zip(ours.state_dict().values(), plain.state_dict().values(), strict=True)
+            torch.equal(a, b)
+            for a, b in zip(fused_network.state_dict().values(), plain.state_dict().values(), strict=True)
         )
-    ours, plain = (networks.build(SMALL, 1, 3, fused=fused) for fused in (True, False))
-    plain.load_state_dict(ours.state_dict())
+    fused_network, plain = (networks.build(SMALL, 1, 3, fused=fused) for fused in (True, False))
+    plain.load_state_dict(fused_network.state_dict())
     image = torch.randn(1, 1, 8, 16, 16)
-    for head, right in zip(ours(image), plain(image), strict=True):
-        assert torch.equal(head, right)
+    for head, expected in zip(fused_network(image), plain(image), strict=True):
+        assert torch.equal(head, expected)
 
 
-def test_names_in_a_checkpoint() -> None:
+def test_parameter_names_in_a_checkpoint() -> None:
     names = list(networks.build(SMALL, 1, 3).state_dict())
     assert names[:8] == [f"down.0.{i}.{kind}" for i in (0, 1, 3, 4) for kind in ("weight", "bias")]
     with torch.device("meta"):
@@ -165,45 +166,44 @@ def test_names_in_a_checkpoint() -> None:
 
 
 @pytest.mark.parametrize("slope", [0.0, 0.01])
-def test_without_a_kernel_the_norm_is_pytorchs(slope: float) -> None:
+def test_norm_without_kernel_matches_pytorch(slope: float) -> None:
     x = torch.randn(2, 4, 3, 4, 5, requires_grad=True)
-    ours = InstanceNormAct(4, slope=slope)
-    plain = nn.Sequential(*norm_and_act(nn.InstanceNorm3d(4, affine=True), slope, fused=False))
-    assert torch.equal(ours(x), plain(x))
-    assert torch.equal(ours(x[0]), plain(x[0]))
+    fused_norm = InstanceNormAct(4, slope=slope)
+    plain = nn.Sequential(*make_norm_and_act(nn.InstanceNorm3d(4, affine=True), slope, fused=False))
+    assert torch.equal(fused_norm(x), plain(x))
+    assert torch.equal(fused_norm(x[0]), plain(x[0]))
     bias = torch.randn(4, requires_grad=True)
-    torch.testing.assert_close(ours(x, dead=bias), plain(x))
-    ours(x, dead=bias).sum().backward()
+    torch.testing.assert_close(fused_norm(x, omitted_bias=bias), plain(x))
+    fused_norm(x, omitted_bias=bias).sum().backward()
     assert bias.grad is not None
     with pytest.raises(ValueError, match="more than 1 spatial element"):
-        ours(torch.ones(1, 4, 1, 1, 1))
+        fused_norm(torch.ones(1, 4, 1, 1, 1))
     with pytest.raises(ValueError, match="num_features"):
-        ours(torch.ones(1, 3, 2, 2, 2))
+        fused_norm(torch.ones(1, 3, 2, 2, 2))
     tracking = InstanceNormAct(4, slope=slope, track_running_stats=True)
     tracking(x)
     assert tracking.running_mean is not None
     assert tracking.running_mean.any()
-    assert isinstance(norm_and_act(nn.BatchNorm3d(4), slope, fused=True)[0], nn.BatchNorm3d)
+    assert isinstance(make_norm_and_act(nn.BatchNorm3d(4), slope, fused=True)[0], nn.BatchNorm3d)
 
 
-def test_a_gpu_that_the_kernels_do_not_know_is_told_of_once(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(support, "why_not", lambda index: "Triton is not installed (pip install triton)")
-    norm._told.cache_clear()
+def test_unsupported_gpu_is_reported_once(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr(support, "unsupported_reason", lambda index: "Triton is not installed (pip install triton)")
+    norm._check_and_warn.cache_clear()
     with caplog.at_level(logging.WARNING, "voxlane"):
-        assert not norm._ready(0)
-        assert not norm._ready(0)
-    norm._told.cache_clear()
-    (said,) = caplog.messages
-    assert "cuda:0" in said
-    assert "pip install triton" in said
+        assert not norm._is_device_supported(0)
+        assert not norm._is_device_supported(0)
+    norm._check_and_warn.cache_clear()
+    (message,) = caplog.messages
+    assert "cuda:0" in message
+    assert "pip install triton" in message
 
 
-def test_networks_and_loss_need_torch_alone() -> None:
+def test_networks_and_loss_need_only_torch() -> None:
     code = (
         "import sys; sys.modules |= dict.fromkeys(('pydantic', 'numpy', 'triton'));"
-        "from voxlane.model import unet, mlperf, loss; mlperf.pair(1, 2, 1); loss.DiceCE(False, target_values=[(1,)])"
+        "from voxlane.model import unet, loss, mlperf_unet;"
+        "mlperf_unet.make_conv_pair(1, 2, 1); loss.DiceCE(False, target_values=[(1,)])"
     )
-    done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    process = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, check=False)
+    assert process.returncode == 0, process.stderr

@@ -1,4 +1,4 @@
-"""What every store does, on every kind of server."""
+"""The behaviour that all stores share, on every kind of server."""
 
 from __future__ import annotations
 
@@ -13,31 +13,34 @@ from hypothesis import strategies as st
 
 from tests.conftest import Bucket
 from voxlane import Store, errors, list_objects
+from voxlane.store.ranges import Span, coalesce
 
 MIB = 1 << 20
 
 
 def test_put_then_get_head_and_ranges(bucket: Bucket) -> None:
     store, key = bucket.store, bucket.key("a/b.bin")
-    written = store.put(key, b"0123456789")
+    put_info = store.put(key, b"0123456789")
     assert bytes(store.get(key)) == b"0123456789"
     assert bytes(store.get(key, 2, 5)) == b"234"
     assert bytes(store.get(key, 7)) == b"789"
     assert bytes(store.get(key, 4, 4)) == b""
     info = store.head(key)
     assert (info.key, info.size) == (key, 10)
-    assert info.etag == written.etag
+    assert info.etag == put_info.etag
     assert info.etag is not None
 
 
 @settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(st.tuples(st.integers(0, 999), st.integers(0, 999)).map(sorted), max_size=8), st.integers(0, 300))
-def test_many_ranges_equal_slices(bucket: Bucket, spans: list[list[int]], max_gap_bytes: int) -> None:
+def test_coalesced_ranges_equal_slices(bucket: Bucket, spans: list[list[int]], max_gap_bytes: int) -> None:
     body = bytes(i % 251 for i in range(1000))
     store, key = bucket.store, bucket.key("ranges")
     store.put(key, body)
-    got = store.get_ranges(key, [(a, b) for a, b in spans], max_gap_bytes=max_gap_bytes)
-    assert [bytes(g) for g in got] == [body[a:b] for a, b in spans]
+    plan = coalesce([Span(a, b) for a, b in spans], max_gap_bytes=max_gap_bytes)
+    bodies = [bytes(store.get(key, group.start, group.stop)) for group in plan.groups]
+    slices = [bodies[group][start : start + b - a] for (a, b), (group, start) in zip(spans, plan.places, strict=True)]
+    assert slices == [body[a:b] for a, b in spans]
 
 
 def test_get_into_equals_get(bucket: Bucket) -> None:
@@ -59,14 +62,14 @@ def test_get_chunks_equals_get(bucket: Bucket) -> None:
     store, key = bucket.store, bucket.key("k")
     etag = store.put(key, body).etag
     for start, stop in ((0, 700_000), (5, 6), (100, 600_001)):
-        found = bytearray()
+        received = bytearray()
 
-        def take(place: int, chunk: Any, start: int = start, found: bytearray = found) -> None:
-            assert place == start + len(found)
-            found += bytes(chunk)
+        def take(offset: int, chunk: Any, start: int = start, received: bytearray = received) -> None:
+            assert offset == start + len(received)
+            received += bytes(chunk)
 
         assert store.get_chunks(key, start, stop, take, etag=etag) == len(body)
-        assert found == body[start:stop]
+        assert received == body[start:stop]
     with pytest.raises(errors.RangeError, match="outside the object"):
         store.get_chunks(key, 699_999, 700_001, lambda *_: None)
     with pytest.raises(errors.ChangedError):
@@ -144,8 +147,8 @@ def test_list_prefix_is_a_plain_prefix(bucket: Bucket) -> None:
     names = ["foo", "foo-1", "foo.txt", "foo1/x", "fooa", "fop", "fo", "é"]
     for name in names:
         store.put(bucket.key(name), b"x")
-    found = list_objects(f"{bucket.uri}/foo", config=bucket.config, store=store).keys()
-    assert found == sorted(bucket.key(n) for n in names if n.startswith("foo"))
+    listed_keys = list_objects(f"{bucket.uri}/foo", config=bucket.config, store=store).keys()
+    assert listed_keys == sorted(bucket.key(n) for n in names if n.startswith("foo"))
 
 
 @pytest.mark.parametrize("size", [0, 1, 5 * MIB, 11 * MIB + 3])
@@ -162,7 +165,7 @@ def test_writer_publishes_on_commit(bucket: Bucket, size: int) -> None:
     assert bytes(store.get(bucket.key("big"))) == body
 
 
-def test_writer_that_meets_an_exception_publishes_nothing(bucket: Bucket) -> None:
+def test_writer_publishes_nothing_after_an_exception_or_without_commit(bucket: Bucket) -> None:
     store = bucket.with_config(part_bytes=5 * MIB).store
     with pytest.raises(ZeroDivisionError), store.open_writer(bucket.key("half")) as writer:
         writer.write(bytes(11 * MIB))
@@ -177,14 +180,14 @@ def test_writer_that_meets_an_exception_publishes_nothing(bucket: Bucket) -> Non
     assert list_objects(bucket.uri, config=bucket.config, store=store).keys() == []
 
 
-def test_pickles_with_its_configuration(shared_bucket: Bucket) -> None:
+def test_a_store_pickles_with_its_config(shared_bucket: Bucket) -> None:
     shared_bucket.store.put(shared_bucket.key("k"), b"v")
     copy: Store = pickle.loads(pickle.dumps(shared_bucket.store))
     assert copy.config == shared_bucket.config
     assert bytes(copy.get(shared_bucket.key("k"))) == b"v"
 
 
-def test_memory_store_says_that_it_cannot_be_pickled(memory: Bucket) -> None:
+def test_a_memory_store_cannot_be_pickled(memory: Bucket) -> None:
     with pytest.raises(errors.ConfigError, match="cannot leave its process"):
         pickle.dumps(memory.store)
 
@@ -195,8 +198,8 @@ def test_requests_and_bytes_are_counted(bucket: Bucket) -> None:
     store.get(bucket.key("a"))
     store.get(bucket.key("a"), 1, 3)
     store.head(bucket.key("a"))
-    seen = store.counters.read()
-    assert seen.by_kind["put"] == {"requests": 1, "retries": 0, "bytes_read": 0, "bytes_written": 5}
-    assert seen.by_kind["get"] == {"requests": 2, "retries": 0, "bytes_read": 7, "bytes_written": 0}
-    assert seen.by_kind["head"]["requests"] == 1
-    assert (seen.requests, seen.bytes_read, seen.retries) == (4, 7, 0)
+    traffic = store.counters.read()
+    assert traffic.by_kind["put"] == {"requests": 1, "retries": 0, "bytes_read": 0, "bytes_written": 5}
+    assert traffic.by_kind["get"] == {"requests": 2, "retries": 0, "bytes_read": 7, "bytes_written": 0}
+    assert traffic.by_kind["head"]["requests"] == 1
+    assert (traffic.requests, traffic.bytes_read, traffic.retries) == (4, 7, 0)

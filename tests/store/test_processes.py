@@ -1,4 +1,4 @@
-"""A store that was used in the parent works in children of every kind, and in the parent afterwards."""
+"""A store that was used in the parent works in child processes of every kind, and in the parent afterwards."""
 
 from __future__ import annotations
 
@@ -88,6 +88,6 @@ def test_without_a_private_folder_the_copy_lives_in_memory(
     store.put("k", b"body")
     monkeypatch.setattr("tempfile.tempdir", f"{tmp_path}/missing")
     pid = os.fork()
-    if pid == 0:  # the child: nothing of pytest may run on
+    if pid == 0:  # the child must not continue with pytest's code
         os._exit(0 if bytes(store.get("k")) == b"body" else 1)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0

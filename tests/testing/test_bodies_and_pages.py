@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 
 from voxlane.testing import synthetic
 from voxlane.testing.bodies import PATTERN_BYTES, Blob, Body, Joined, Synthetic, content
-from voxlane.testing.listing import after, after_prefix, plan_page, start_of, token_of
-from voxlane.testing.replies import unchunked, wanted_range
+from voxlane.testing.listing import decode_token, encode_token, end_of_prefix, plan_page, successor
+from voxlane.testing.responses import decode_aws_chunked, parse_range
 
 ALPHABET = "ab/-\u00fc\U0010ffff"
 KEYS = st.lists(st.text(ALPHABET, min_size=1, max_size=6), unique=True)
@@ -38,13 +38,13 @@ def test_synthetic_bodies_do_not_change() -> None:
 
 def naive_listing(keys: list[str], prefix: str, delimiter: str, start: str, end: str | None) -> list[tuple[str, str]]:
     """(kind, name) of every key and rolled-up prefix, in order."""
-    found: dict[tuple[str, str], None] = {}
+    rows_listed: dict[tuple[str, str], None] = {}
     for key in sorted(keys, key=str.encode):
         if not key.startswith(prefix) or key < start or (end is not None and key >= end):
             continue
-        place = key.find(delimiter, len(prefix)) if delimiter else -1
-        found[("key", key) if place < 0 else ("prefix", key[: place + len(delimiter)])] = None
-    return list(found)
+        index = key.find(delimiter, len(prefix)) if delimiter else -1
+        rows_listed[("key", key) if index < 0 else ("prefix", key[: index + len(delimiter)])] = None
+    return list(rows_listed)
 
 
 @given(
@@ -57,21 +57,21 @@ def naive_listing(keys: list[str], prefix: str, delimiter: str, start: str, end:
 )
 def test_pages_add_up(keys: list[str], prefix: str, delimiter: str, start: str, end: str | None, limit: int) -> None:
     ordered = sorted(keys)
-    found: list[tuple[str, str]] = []
+    rows_listed: list[tuple[str, str]] = []
     resume: str | None = start
     while resume is not None:
         page = plan_page(ordered, prefix=prefix, delimiter=delimiter, start=resume, end=end, limit=limit)
         rows = sorted([(key, "key") for key in page.keys] + [(name, "prefix") for name in page.prefixes])
         assert len(rows) == limit or page.resume is None
-        found.extend((kind, name) for name, kind in rows)
-        resume = None if page.resume is None else start_of(token_of(page.resume))
-    assert found == naive_listing(keys, prefix, delimiter, start, end)
+        rows_listed.extend((kind, name) for name, kind in rows)
+        resume = None if page.resume is None else decode_token(encode_token(page.resume))
+    assert rows_listed == naive_listing(keys, prefix, delimiter, start, end)
 
 
 @given(st.text(), st.text())
-def test_neighbours(first: str, second: str) -> None:
-    assert (second >= after(first)) == (second > first)
-    bound = after_prefix(first)
+def test_successors_and_ends_of_prefixes(first: str, second: str) -> None:
+    assert (second >= successor(first)) == (second > first)
+    bound = end_of_prefix(first)
     if second.startswith(first):
         assert bound is None or second < bound
     elif second > first:
@@ -83,20 +83,20 @@ def test_neighbours(first: str, second: str) -> None:
 def test_ranges_select_like_slices(first: int, length: int, size: int) -> None:
     data = bytes(range(size))
     if first < size:
-        span = wanted_range(f"bytes={first}-{first + length}", size)
+        span = parse_range(f"bytes={first}-{first + length}", size)
         assert span is not None
         assert data[span[0] : span[1]] == data[first : first + length + 1]
-    span = wanted_range(f"bytes=-{length + 1}", size)
+    span = parse_range(f"bytes=-{length + 1}", size)
     assert span is not None
     assert data[span[0] : span[1]] == data[-(length + 1) :]
 
 
-def test_other_ranges_mean_the_whole() -> None:
+def test_other_ranges_select_the_complete_object() -> None:
     for header in (None, "", "bytes=", "bytes=-", "items=0-1", "bytes=0-1,4-5", "bytes=5-2"):
-        assert wanted_range(header, 10) is None
+        assert parse_range(header, 10) is None
 
 
 @given(st.lists(st.binary(min_size=1, max_size=40), max_size=5))
-def test_unchunked(pieces: list[bytes]) -> None:
+def test_aws_chunked_bodies_are_decoded(pieces: list[bytes]) -> None:
     framed = b"".join(b"%x;chunk-signature=abc\r\n%s\r\n" % (len(piece), piece) for piece in pieces)
-    assert unchunked(framed + b"0\r\nx-amz-checksum-crc32:AAAA==\r\n\r\n") == b"".join(pieces)
+    assert decode_aws_chunked(framed + b"0\r\nx-amz-checksum-crc32:AAAA==\r\n\r\n") == b"".join(pieces)

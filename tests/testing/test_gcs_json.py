@@ -15,7 +15,7 @@ from google.auth.credentials import AnonymousCredentials
 from google.auth.exceptions import InvalidOperation
 from google.cloud import storage
 
-from voxlane.testing import Access, Emulator
+from voxlane.testing import Access, Emulator, synthetic
 
 from .conftest import BUCKET, close_gcs
 
@@ -40,16 +40,16 @@ def test_upload_and_download(gcs: storage.Client, emulator: Emulator, name: str)
     blob.metadata = {"mine": "värde"}
     blob.upload_from_string(data, content_type="image/x")
     assert emulator.keys(BUCKET) == [name]
-    found = gcs.bucket(BUCKET).get_blob(name)
-    assert found is not None
-    assert (found.size, found.content_type, found.metadata) == (1000, "image/x", {"mine": "värde"})
-    assert found.md5_hash == base64.b64encode(hashlib.md5(data).digest()).decode()
-    assert found.crc32c == base64.b64encode(google_crc32c.Checksum(data).digest()).decode()
-    assert found.generation == blob.generation
-    assert found.download_as_bytes() == data
-    assert found.download_as_bytes(start=10, end=19) == data[10:20]
-    found.delete()
-    assert not found.exists()
+    blob_read = gcs.bucket(BUCKET).get_blob(name)
+    assert blob_read is not None
+    assert (blob_read.size, blob_read.content_type, blob_read.metadata) == (1000, "image/x", {"mine": "värde"})
+    assert blob_read.md5_hash == base64.b64encode(hashlib.md5(data).digest()).decode()
+    assert blob_read.crc32c == base64.b64encode(google_crc32c.Checksum(data).digest()).decode()
+    assert blob_read.generation == blob.generation
+    assert blob_read.download_as_bytes() == data
+    assert blob_read.download_as_bytes(start=10, end=19) == data[10:20]
+    blob_read.delete()
+    assert not blob_read.exists()
 
 
 def test_resumable_upload_in_chunks(gcs: storage.Client, emulator: Emulator) -> None:
@@ -70,12 +70,12 @@ def test_resumable_upload_in_chunks(gcs: storage.Client, emulator: Emulator) -> 
 
 def test_media_upload(emulator: Emulator) -> None:
     url = f"{emulator.url}/upload/storage/v1/b/{BUCKET}/o"
-    answer = requests.post(url, params={"uploadType": "media", "name": "k"}, data=b"12", timeout=10)
-    assert answer.json()["size"] == "2"
+    response = requests.post(url, params={"uploadType": "media", "name": "k"}, data=b"12", timeout=60)
+    assert response.json()["size"] == "2"
     assert emulator.get(BUCKET, "k") == b"12"
 
 
-def test_an_upload_that_contains_its_boundary_marks(gcs: storage.Client, emulator: Emulator) -> None:
+def test_an_upload_may_contain_boundary_markers(gcs: storage.Client, emulator: Emulator) -> None:
     data = b"--==\r\n--x--\r\n\r\n" * 3
     gcs.bucket(BUCKET).blob("k").upload_from_string(data)
     assert emulator.get(BUCKET, "k") == data
@@ -117,17 +117,17 @@ def test_listing(gcs: storage.Client, emulator: Emulator) -> None:
 def test_listed_fields(gcs: storage.Client, emulator: Emulator) -> None:
     emulator.put_many(BUCKET, dict.fromkeys(["a", "b", "c"], b"xx"))
     emulator.fill(BUCKET, 2, key='f"/{}', size_bytes=7)
-    found = list(gcs.list_blobs(BUCKET, fields="items(name,size),nextPageToken", page_size=2))
-    assert [(blob.name, blob.size) for blob in found] == [
+    blobs = list(gcs.list_blobs(BUCKET, fields="items(name,size),nextPageToken", page_size=2))
+    assert [(blob.name, blob.size) for blob in blobs] == [
         ("a", 2),
         ("b", 2),
         ("c", 2),
         ('f"/0', 7),
         ('f"/1', 7),
     ]
-    assert found[0].md5_hash is None
+    assert blobs[0].md5_hash is None
     url = f"{emulator.url}/storage/v1/b/{BUCKET}/o"
-    page = requests.get(url, params={"fields": "items/name", "maxResults": "1"}, timeout=10).json()
+    page = requests.get(url, params={"fields": "items/name", "maxResults": "1"}, timeout=60).json()
     assert page == {"items": [{"name": "a"}]}
 
 
@@ -136,9 +136,9 @@ def test_listed_resource_equals_metadata(gcs: storage.Client, emulator: Emulator
     emulator.fill(BUCKET, 2, key="plain/{}")
     emulator.put(BUCKET, "put", b"1")
     url = f"{emulator.url}/storage/v1/b/{BUCKET}/o"
-    for item in requests.get(url, timeout=10).json()["items"]:
-        assert requests.get(item["selfLink"], timeout=10).json() == item
-        assert requests.get(item["mediaLink"], timeout=10).content == emulator.get(BUCKET, item["name"])
+    for item in requests.get(url, timeout=60).json()["items"]:
+        assert requests.get(item["selfLink"], timeout=60).json() == item
+        assert requests.get(item["mediaLink"], timeout=60).content == emulator.get(BUCKET, item["name"])
 
 
 def test_compose(gcs: storage.Client, emulator: Emulator) -> None:
@@ -162,7 +162,7 @@ def test_compose(gcs: storage.Client, emulator: Emulator) -> None:
     assert emulator.counters().compose.requests == 2
 
 
-def test_compose_refusals(gcs: storage.Client, emulator: Emulator) -> None:
+def test_invalid_compositions_are_refused(gcs: storage.Client, emulator: Emulator) -> None:
     bucket = gcs.bucket(BUCKET)
     emulator.put_many(BUCKET, {f"p{i:02d}": b"x" for i in range(33)})
     blobs = list(bucket.list_blobs())
@@ -188,7 +188,7 @@ def test_a_composite_etag_changes_with_the_generation(gcs: storage.Client, emula
     tags = set()
     for _ in range(2):
         bucket.blob("t").compose([bucket.blob("p")])
-        headers = requests.get(f"{emulator.url}/{BUCKET}/t", headers={"x-goog-user-project": "p"}, timeout=10).headers
+        headers = requests.get(f"{emulator.url}/{BUCKET}/t", headers={"x-goog-user-project": "p"}, timeout=60).headers
         assert headers["x-goog-component-count"] == "1"
         assert "md5" not in headers["x-goog-hash"]
         tags.add(headers["ETag"])
@@ -220,12 +220,12 @@ def test_patch_changes_metadata_only(gcs: storage.Client, emulator: Emulator) ->
     blob.metadata = {"a": "1"}
     blob.content_type = "text/plain"
     blob.patch()
-    found = gcs.bucket(BUCKET).get_blob("f")
-    assert found is not None
-    assert (found.metadata, found.content_type, found.metageneration) == ({"a": "1"}, "text/plain", 2)
-    assert found.generation == generation
-    assert found.etag != etag
-    assert found.download_as_bytes() == emulator.synthetic("f", 5)
+    blob_read = gcs.bucket(BUCKET).get_blob("f")
+    assert blob_read is not None
+    assert (blob_read.metadata, blob_read.content_type, blob_read.metageneration) == ({"a": "1"}, "text/plain", 2)
+    assert blob_read.generation == generation
+    assert blob_read.etag != etag
+    assert blob_read.download_as_bytes() == synthetic("f", 5)
 
 
 def test_batch_delete(gcs: storage.Client, emulator: Emulator) -> None:
@@ -266,11 +266,11 @@ def test_buckets(gcs: storage.Client) -> None:
 
 
 def test_permissions(gcs: storage.Client, emulator: Emulator) -> None:
-    asked = ["storage.objects.get", "storage.objects.create", "storage.objects.delete"]
+    permissions = ["storage.objects.get", "storage.objects.create", "storage.objects.delete"]
     bucket = gcs.bucket(BUCKET)
-    assert bucket.test_iam_permissions(asked) == asked
+    assert bucket.test_iam_permissions(permissions) == permissions
     emulator.set_access(Access(denied_permissions=frozenset({"storage.objects.create"})))
-    assert bucket.test_iam_permissions(asked) == ["storage.objects.get", "storage.objects.delete"]
+    assert bucket.test_iam_permissions(permissions) == ["storage.objects.get", "storage.objects.delete"]
     with pytest.raises(exceptions.Forbidden):
         bucket.blob("k").upload_from_string(b"1")
 
@@ -282,18 +282,18 @@ def test_anonymous_callers_need_the_token(gcs: storage.Client, emulator: Emulato
     with pytest.raises(InvalidOperation):
         gcs.bucket(BUCKET).blob("k").download_as_bytes()
     url = f"{emulator.url}/storage/v1/b/{BUCKET}/o/k?alt=media"
-    assert requests.get(url, headers={"Authorization": "Bearer token"}, timeout=10).content == b"1"
+    assert requests.get(url, headers={"Authorization": "Bearer token"}, timeout=60).content == b"1"
     # Nor does the XML API let in a request that does not say which service it means.
-    assert requests.get(f"{emulator.url}/{BUCKET}/k", timeout=10).status_code == 401
+    assert requests.get(f"{emulator.url}/{BUCKET}/k", timeout=60).status_code == 401
 
 
 def test_error_documents(emulator: Emulator) -> None:
-    answer = requests.get(f"{emulator.url}/storage/v1/b/{BUCKET}/o/none", timeout=10)
-    error = answer.json()["error"]
-    assert (answer.status_code, error["code"], error["errors"][0]["reason"]) == (404, 404, "notFound")
+    response = requests.get(f"{emulator.url}/storage/v1/b/{BUCKET}/o/none", timeout=60)
+    error = response.json()["error"]
+    assert (response.status_code, error["code"], error["errors"][0]["reason"]) == (404, 404, "notFound")
 
 
-def test_an_upload_that_differs_from_its_checksum(gcs: storage.Client, emulator: Emulator) -> None:
+def test_an_upload_that_differs_from_its_checksum_is_refused(gcs: storage.Client, emulator: Emulator) -> None:
     blob = gcs.bucket(BUCKET).blob("k")
     blob.md5_hash = base64.b64encode(hashlib.md5(b"other").digest()).decode()
     with pytest.raises(exceptions.BadRequest):

@@ -11,14 +11,14 @@ import requests
 from hypothesis import given
 from hypothesis import strategies as st
 
-from voxlane.testing import Emulator, Faults
-from voxlane.testing.limits import Link, Quota
+from voxlane.testing import Emulator, Faults, synthetic
+from voxlane.testing.faults import Link, Quota
 
 from .conftest import BUCKET, gcs_store, s3_store
 
 
 class Clock:
-    """Time that passes only when told."""
+    """A clock that tests set."""
 
     def __init__(self) -> None:
         self.now_s = 100.0
@@ -27,8 +27,8 @@ class Clock:
         return self.now_s
 
 
-def sent_by(link: Link, clock: Clock, sizes: list[int], piece: int, late_s: float = 0.0) -> list[float]:
-    """Seconds at which senders of so many bytes end, all beginning now; who has to wait wakes `late_s` too late."""
+def simulate_senders(link: Link, clock: Clock, sizes: list[int], piece: int, late_s: float = 0.0) -> list[float]:
+    """Return when senders of `sizes` bytes finish, in seconds; a sender that waits wakes up `late_s` too late."""
     begin_s = clock.now_s
     ends = [0.0] * len(sizes)
     left = list(sizes)
@@ -47,7 +47,7 @@ def sent_by(link: Link, clock: Clock, sizes: list[int], piece: int, late_s: floa
             continue
         size = min(piece, left[sender])
         left[sender] -= size
-        wait_s = link.turn(size)
+        wait_s = link.reserve(size)
         heapq.heappush(waiting, (clock.now_s + (wait_s + late_s if wait_s > 0 else 0.0), order, sender))
         order += 1
     return ends
@@ -57,107 +57,111 @@ def sent_by(link: Link, clock: Clock, sizes: list[int], piece: int, late_s: floa
 def test_a_link_is_shared_equally(senders: int, megabytes_per_s: int) -> None:
     clock = Clock()
     rate, size, piece = megabytes_per_s * 1e6, 4_000_000, 64 << 10
-    ends = sent_by(Link(rate, clock), clock, [size] * senders, piece)
+    ends = simulate_senders(Link(rate, clock), clock, [size] * senders, piece)
     assert max(ends) == pytest.approx(senders * size / rate)
     assert max(ends) - min(ends) <= senders * piece / rate + 1e-6
 
 
-def test_a_short_answer_does_not_wait_for_long_ones() -> None:
+def test_a_short_response_does_not_wait_for_long_ones() -> None:
     clock = Clock()
     piece = 64 << 10
-    short, *long = sent_by(Link(1e6, clock), clock, [2 * piece, *[100 * piece] * 3], piece)
+    short, *long = simulate_senders(Link(1e6, clock), clock, [2 * piece, *[100 * piece] * 3], piece)
     assert short <= 8 * piece / 1e6 + 1e-6
     assert min(long) > 290 * piece / 1e6
 
 
-def test_lateness_is_caught_up_with() -> None:
+def test_short_delays_are_made_up_for() -> None:
     clock = Clock()
-    (end,) = sent_by(Link(100e6, clock), clock, [50_000_000], 64 << 10, late_s=0.0009)
+    (end,) = simulate_senders(Link(100e6, clock), clock, [50_000_000], 64 << 10, late_s=0.0009)
     assert end == pytest.approx(0.5, rel=0.01)
 
 
-def test_what_an_idle_link_could_have_sent_is_lost() -> None:
+def test_idle_time_of_a_link_is_lost() -> None:
     clock = Clock()
     link = Link(1e6, clock)
-    sent_by(link, clock, [1_000_000], 1 << 16)
+    simulate_senders(link, clock, [1_000_000], 1 << 16)
     clock.now_s += 60
-    assert sent_by(link, clock, [1_000_000], 1 << 16) == [pytest.approx(1.0)]
+    assert simulate_senders(link, clock, [1_000_000], 1 << 16) == [pytest.approx(1.0)]
 
 
-def test_a_quota_keeps_one_second() -> None:
+def test_unused_quota_is_kept_for_one_second() -> None:
     clock = Clock()
     quota = Quota(10, clock)
-    assert [quota.take() for _ in range(12)] == [True] * 10 + [False] * 2
+    assert [quota.try_acquire() for _ in range(12)] == [True] * 10 + [False] * 2
     clock.now_s += 0.35
-    assert [quota.take() for _ in range(4)] == [True] * 3 + [False]
+    assert [quota.try_acquire() for _ in range(4)] == [True] * 3 + [False]
     clock.now_s += 3600
-    assert [quota.take() for _ in range(12)] == [True] * 10 + [False] * 2
+    assert [quota.try_acquire() for _ in range(12)] == [True] * 10 + [False] * 2
 
 
-def test_a_quota_below_one_a_second() -> None:
+def test_a_quota_below_one_request_per_second() -> None:
     clock = Clock()
     quota = Quota(0.25, clock)
-    assert [quota.take(), quota.take()] == [True, False]
+    assert [quota.try_acquire(), quota.try_acquire()] == [True, False]
     clock.now_s += 4
-    assert [quota.take(), quota.take()] == [True, False]
+    assert [quota.try_acquire(), quota.try_acquire()] == [True, False]
 
 
-def test_answers_under_a_shared_cap_are_whole(emulator: Emulator) -> None:
+def test_responses_on_a_shared_link_are_complete(emulator: Emulator) -> None:
     size, count = 300_000, 12
     emulator.fill(BUCKET, count, key="k-{}", size_bytes=size)
-    # Also with a cap of each connection, below and above its share.
-    for own in (0.0, 4e6, 1e9):
-        emulator.set_faults(Faults(total_bandwidth_bytes_per_s=20e6, bandwidth_bytes_per_s=own))
+    # Also with a limit per connection, below and above its share.
+    for per_connection in (0.0, 4e6, 1e9):
+        emulator.set_faults(Faults(total_bandwidth_bytes_per_s=20e6, bandwidth_bytes_per_s=per_connection))
         with ThreadPoolExecutor(count) as pool:
-            answers = pool.map(
-                lambda i: requests.get(f"{emulator.url}/{BUCKET}/k-{i}", timeout=30).content, range(count)
+            responses = pool.map(
+                lambda i: requests.get(f"{emulator.url}/{BUCKET}/k-{i}", timeout=60).content, range(count)
             )
-        assert list(answers) == [Emulator.synthetic(f"k-{i}", size) for i in range(count)]
+        assert list(responses) == [synthetic(f"k-{i}", size) for i in range(count)]
     assert emulator.counters().get.bytes_out == 3 * count * size
 
 
-def test_a_client_that_leaves_frees_the_link(emulator: Emulator) -> None:
+def test_a_disconnected_client_frees_the_link(emulator: Emulator) -> None:
     emulator.fill(BUCKET, 1, key="long", size_bytes=1 << 40)
     emulator.put(BUCKET, "k", b"1")
     emulator.set_faults(Faults(total_bandwidth_bytes_per_s=10e6))
-    with requests.get(f"{emulator.url}/{BUCKET}/long", stream=True, timeout=10) as answer:
-        assert answer.raw.read(1000)
-    assert requests.get(f"{emulator.url}/{BUCKET}/k", timeout=10).content == b"1"
+    with requests.get(f"{emulator.url}/{BUCKET}/long", stream=True, timeout=60) as response:
+        assert response.raw.read(1000)
+    assert requests.get(f"{emulator.url}/{BUCKET}/k", timeout=60).content == b"1"
 
 
-def test_requests_beyond_the_rate_are_refused_in_the_dialect(emulator: Emulator) -> None:
-    # One token and hours until the next: which request is refused does not depend on the machine.
+def test_requests_above_the_rate_are_refused_in_the_format_of_the_dialect(emulator: Emulator) -> None:
+    # The next token takes hours, so the refused request does not depend on the speed of the machine.
     faults = Faults(requests_per_s=0.0001)
-    places = {
+    requests_by_dialect = {
         "s3": (f"{emulator.url}/{BUCKET}/k", {}),
         "gcs": (f"{emulator.url}/{BUCKET}/k", {"Authorization": "Bearer t"}),
         "json": (f"{emulator.url}/storage/v1/b/{BUCKET}/o/k", {}),
     }
     emulator.put(BUCKET, "k", b"1")
     refused: dict[str, requests.Response] = {}
-    for dialect, (url, headers) in places.items():
+    for dialect, (url, headers) in requests_by_dialect.items():
         emulator.set_faults(faults)
-        assert requests.get(url, headers=headers, timeout=10).status_code == 200
-        refused[dialect] = requests.get(url, headers=headers, timeout=10)
-    assert {dialect: answer.status_code for dialect, answer in refused.items()} == {"s3": 503, "gcs": 429, "json": 429}
+        assert requests.get(url, headers=headers, timeout=60).status_code == 200
+        refused[dialect] = requests.get(url, headers=headers, timeout=60)
+    assert {dialect: response.status_code for dialect, response in refused.items()} == {
+        "s3": 503,
+        "gcs": 429,
+        "json": 429,
+    }
     assert "<Code>SlowDown</Code>" in refused["s3"].text
     assert "<Code>TooManyRequests</Code>" in refused["gcs"].text
     assert refused["json"].json()["error"]["errors"][0]["reason"] == "rateLimitExceeded"
     assert emulator.counters().injected == {"throttle": 3}
 
 
-def test_a_refused_write_has_no_effect_and_others_do_not_count(emulator: Emulator) -> None:
+def test_a_refused_write_has_no_effect_and_other_kinds_are_not_limited(emulator: Emulator) -> None:
     emulator.set_faults(Faults(requests_per_s=0.0001, kinds=("put",)))
     url = f"{emulator.url}/{BUCKET}/"
-    assert [requests.put(url + key, data=b"1", timeout=10).status_code for key in "ab"] == [200, 503]
-    assert [requests.get(url + key, timeout=10).status_code for key in "aab"] == [200, 200, 404]
+    assert [requests.put(url + key, data=b"1", timeout=60).status_code for key in "ab"] == [200, 503]
+    assert [requests.get(url + key, timeout=60).status_code for key in "aab"] == [200, 200, 404]
 
 
 @pytest.mark.parametrize("make", [s3_store, gcs_store])
-def test_obstore_gets_through_a_throttling_server(emulator: Emulator, make: Any) -> None:
+def test_obstore_copes_with_throttling(emulator: Emulator, make: Any) -> None:
     emulator.put(BUCKET, "k", b"1")
     emulator.set_faults(Faults(requests_per_s=20))
-    # Its own limit is ten attempts, which a request can meet by bad luck.
+    # The default of ten attempts may not suffice.
     store = make(emulator, retry_config={"max_retries": 1000})
     with ThreadPoolExecutor(8) as pool:
         assert all(bytes(data) == b"1" for data in pool.map(lambda _: store.get("k").bytes(), range(40)))
@@ -165,7 +169,7 @@ def test_obstore_gets_through_a_throttling_server(emulator: Emulator, make: Any)
     assert counters.injected.get("throttle", 0) == counters.get.requests - 40
 
 
-def test_the_faults_in_force_are_told(emulator: Emulator) -> None:
+def test_the_current_faults_can_be_read(emulator: Emulator) -> None:
     assert emulator.faults() == Faults()
     faults = Faults(latency_s=0.02, total_bandwidth_bytes_per_s=1e8, requests_per_s=500, kinds=("get",))
     emulator.set_faults(faults)
@@ -175,8 +179,8 @@ def test_the_faults_in_force_are_told(emulator: Emulator) -> None:
         assert other.faults() == Faults(latency_s=0.001)
 
 
-@pytest.mark.parametrize("bad", ["total_bandwidth_bytes_per_s", "requests_per_s", "bandwidth_bytes_per_s"])
-def test_bad_caps_name_the_field(bad: str) -> None:
+@pytest.mark.parametrize("invalid", ["total_bandwidth_bytes_per_s", "requests_per_s", "bandwidth_bytes_per_s"])
+def test_errors_name_invalid_limits(invalid: str) -> None:
     for value in (-1.0, float("nan"), float("inf")):
-        with pytest.raises(ValueError, match=bad):
-            Faults(**{bad: value})
+        with pytest.raises(ValueError, match=invalid):
+            Faults(**{invalid: value})

@@ -15,7 +15,7 @@ from obstore.exceptions import (
 )
 from obstore.store import GCSStore, S3Store
 
-from voxlane.testing import Access, Emulator
+from voxlane.testing import Access, Emulator, synthetic
 
 from .conftest import BUCKET, gcs_store, s3_store
 
@@ -23,12 +23,12 @@ Store = S3Store | GCSStore
 PART_BYTES = 5 << 20
 
 
-def test_what_is_put_is_read(store: Store, emulator: Emulator) -> None:
+def test_objects_can_be_written_and_read(store: Store, emulator: Emulator) -> None:
     result = store.put("a/b.bin", b"hello")
     assert emulator.get(BUCKET, "a/b.bin") == b"hello"
-    found = store.get("a/b.bin")
-    assert bytes(found.bytes()) == b"hello"
-    assert found.meta["e_tag"] == result["e_tag"] == '"5d41402abc4b2a76b9719d911017c592"'
+    response = store.get("a/b.bin")
+    assert bytes(response.bytes()) == b"hello"
+    assert response.meta["e_tag"] == result["e_tag"] == '"5d41402abc4b2a76b9719d911017c592"'
 
 
 def test_ranges(store: Store, emulator: Emulator) -> None:
@@ -67,7 +67,7 @@ def test_a_range_across_parts(store: Store) -> None:
     assert bytes(store.get_range("big", start=start, end=end)) == data[start:end]
 
 
-def test_multipart_etag_tells_the_dialect(emulator: Emulator) -> None:
+def test_the_multipart_etag_depends_on_the_dialect(emulator: Emulator) -> None:
     data = bytes(PART_BYTES + 1)
     s3_tag = s3_store(emulator).put("s", data, use_multipart=True, chunk_size=PART_BYTES)["e_tag"]
     assert s3_tag is not None
@@ -94,7 +94,7 @@ def test_lists_many_pages_in_order(store: Store, emulator: Emulator) -> None:
 
 
 @pytest.mark.parametrize("key", ["img-", "a b+c%", "Ünï/cödé ☃ 𝄞", "q?x=1&y", "#hash", "quote'\"<>&", "~tilde"])
-def test_keys_survive(store: Store, emulator: Emulator, key: str) -> None:
+def test_special_keys_are_preserved(store: Store, emulator: Emulator, key: str) -> None:
     store.put(key, b"x")
     assert emulator.keys(BUCKET) == [key]
     assert [meta["path"] for meta in store.list().collect()] == [key]
@@ -107,10 +107,10 @@ def test_create_only_and_update(store: Store, emulator: Emulator) -> None:
     first = store.put("k", b"1", mode="create")
     with pytest.raises(AlreadyExistsError):
         store.put("k", b"2", mode="create")
-    known = {name: value for name, value in first.items() if value is not None}
-    store.put("k", b"3", mode=known)
+    version = {name: value for name, value in first.items() if value is not None}
+    store.put("k", b"3", mode=version)
     with pytest.raises(PreconditionError):
-        store.put("k", b"4", mode=known)
+        store.put("k", b"4", mode=version)
     assert emulator.get(BUCKET, "k") == b"3"
 
 
@@ -145,20 +145,24 @@ def test_missing_objects(store: Store) -> None:
 def test_synthetic_bodies(store: Store, emulator: Emulator) -> None:
     size = 3_000_000
     assert emulator.fill(BUCKET, 3, key="s-{}", size_bytes=size) == 3
-    expected = emulator.synthetic("s-1", size)
+    expected = synthetic("s-1", size)
     assert bytes(store.get("s-1").bytes()) == expected == emulator.get(BUCKET, "s-1")
     assert bytes(store.get_range("s-1", start=1_048_000, end=2_500_000)) == expected[1_048_000:2_500_000]
-    assert emulator.synthetic("s-2", size) != expected
+    assert synthetic("s-2", size) != expected
     assert store.head("s-1")["e_tag"] == store.list().collect()[1]["e_tag"]
 
 
-def test_attributes_are_kept(store: Store) -> None:
+def test_attributes_are_stored(store: Store) -> None:
     store.put("k", b"x", attributes={"Content-Type": "text/plain", "Cache-Control": "no-store", "mine": "v"})
-    found = obstore.get(store, "k").attributes
-    assert (found["Content-Type"], found["Cache-Control"], found["mine"]) == ("text/plain", "no-store", "v")
+    attributes = obstore.get(store, "k").attributes
+    assert (attributes["Content-Type"], attributes["Cache-Control"], attributes["mine"]) == (
+        "text/plain",
+        "no-store",
+        "v",
+    )
 
 
-def test_credentials_are_asked_for(emulator: Emulator) -> None:
+def test_credentials_are_required(emulator: Emulator) -> None:
     emulator.put(BUCKET, "k", b"1")
     emulator.set_access(Access(bearer_token="right", access_key_id="right"))
     assert bytes(gcs_store(emulator, bearer_token="right").get("k").bytes()) == b"1"

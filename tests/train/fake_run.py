@@ -1,4 +1,4 @@
-"""A run's folder as training and evaluation leave it, with figures made up from a seed."""
+"""A run's folder as training and evaluation write it, with figures generated from a seed."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from voxlane.settings import plain
+from voxlane.settings import to_plain
 from voxlane.train import pictures
 from voxlane.volume.description import Description
 from voxlane.volume.plan import Network, Normalisation, Plan
@@ -29,7 +29,7 @@ PLAN = Plan(
 
 
 def write(folder: Path, *, epochs: int = 30, cases: int = 12, evaluated: bool = True, overlay: bytes = b"") -> Path:
-    """Write a whole run into `folder`; `overlay` is the picture of every case."""
+    """Write a complete run into `folder`; `overlay` is the picture of every case."""
     rng = np.random.default_rng(0)
     folder.mkdir(parents=True, exist_ok=True)
     ids = [f"case_{i:05d}" for i in range(40)]
@@ -47,8 +47,8 @@ def write(folder: Path, *, epochs: int = 30, cases: int = 12, evaluated: bool = 
                 "seed": 0,
                 "patch": [32, 64, 64],
             },
-            "plan": plain(PLAN),
-            "description": plain(DESCRIPTION),
+            "plan": to_plain(PLAN),
+            "description": to_plain(DESCRIPTION),
             "data": {"uri": "gs://demo/prepared", "name": "Phantom KiTS", "fingerprint": "5d41402abc4b2a76"},
             "cases": {"train": ids[: 40 - cases], "validation": ids[40 - cases :]},
             "fold": 0,
@@ -78,15 +78,18 @@ def write(folder: Path, *, epochs: int = 30, cases: int = 12, evaluated: bool = 
 
 
 def epoch(index: int, epochs: int, rng: np.random.Generator) -> dict[str, Any]:
-    grown = 1 - math.exp(-index / (epochs / 5))
-    dice = {"kidney": 0.93 * grown + rng.normal(0, 0.012), "tumour": max(0.0, 0.62 * grown**2 + rng.normal(0, 0.03))}
+    progress = 1 - math.exp(-index / (epochs / 5))
+    dice = {
+        "kidney": 0.93 * progress + rng.normal(0, 0.012),
+        "tumour": max(0.0, 0.62 * progress**2 + rng.normal(0, 0.03)),
+    }
     scored = index % 3 == 2 or index == epochs - 1
     return {
         "epoch": index,
         "step": 20 * (index + 1),
         "seconds": 6.8 * (index + 1),
         "lr": 0.01 * (1 - index / epochs) ** 0.9,
-        "loss": 1.25 - 1.6 * grown + rng.normal(0, 0.03),
+        "loss": 1.25 - 1.6 * progress + rng.normal(0, 0.03),
         "dice": dice if scored else None,
         "mean_dice": sum(dice.values()) / 2 if scored else None,
         "patches_per_s": 6.1 + rng.normal(0, 0.15),
@@ -96,7 +99,7 @@ def epoch(index: int, epochs: int, rng: np.random.Generator) -> dict[str, Any]:
 
 
 def evaluate(folder: Path, ids: list[str], rng: np.random.Generator, overlay: bytes) -> None:
-    """Scores of made-up quality; the last case has no tumour and none was found."""
+    """Write generated scores; the last case has no tumour, and none was predicted."""
     rows = []
     for index, case in enumerate(ids):
         row: dict[str, Any] = {"case": case, "fold": 0}
@@ -135,12 +138,12 @@ def evaluate(folder: Path, ids: list[str], rng: np.random.Generator, overlay: by
 
 
 def small_overlay() -> bytes:
-    """A picture of a square in a square."""
+    """Return a picture of a square in a square."""
     image = np.zeros((3, 24, 24), np.float32)
     label = np.zeros((3, 24, 24), np.uint8)
     image[:, 2:22, 2:22] = 60
     label[1, 8:14, 8:14] = 1
-    return pictures.overlay_png(image, label, np.roll(label, 1, 2), (5, 1, 1), (0, 100), height_px=48)
+    return pictures.png(pictures.row(image, label, np.roll(label, 1, 2), (5, 1, 1), (0, 100), height_px=48))
 
 
 def dump(path: Path, value: Any) -> None:

@@ -15,11 +15,13 @@ import pytest
 import torch
 
 from tests.conftest import Bucket
-from tests.volume import made
+from tests.volume import sample_data
 from voxlane.errors import ConfigError, PreparedError, RunError
+from voxlane.store import StoreConfig
+from voxlane.testing import Emulator
 from voxlane.train.fit import train
 from voxlane.train.run import Run
-from voxlane.volume.prepared import Prepared
+from voxlane.volume.prepared_dataset import Prepared
 
 TINY: dict[str, Any] = {
     "epochs": 3,
@@ -36,7 +38,7 @@ TINY: dict[str, Any] = {
 def data(tmp_path_factory: pytest.TempPathFactory) -> str:
     """Six small prepared cases, some of them held out by fold 0."""
     root = tmp_path_factory.mktemp("fit")
-    made.prepared(made.save(root / "scans", made.kits()), str(root / "data"))
+    sample_data.prepare_dataset(sample_data.write_folder(root / "scans", sample_data.make_kits19()), str(root / "data"))
     prepared = Prepared.load(str(root / "data"))
     assert all(prepared.split(fold_with_cases(prepared)))
     return str(root / "data")
@@ -48,8 +50,8 @@ def fold_with_cases(prepared: Prepared) -> int:
 
 def fit(data: str, run: Path | str, resume: bool = False, **more: Any) -> dict[str, Any]:
     fold = fold_with_cases(Prepared.load(data))
-    said = {**TINY, "fold": fold, **more} if not resume else more
-    return train(data, str(run), said, resume=resume, progress=False, command=["voxlane", "train"])
+    config_values = {**TINY, "fold": fold, **more} if not resume else more
+    return train(data, str(run), config_values, resume=resume, progress=False, command=["voxlane", "train"])
 
 
 def weights(run: Path | str, name: str = "last") -> dict[str, torch.Tensor]:
@@ -93,11 +95,11 @@ def test_a_run_leaves_what_it_promises(data: str, straight: Path) -> None:
 def test_tensorboard_has_scalars_and_rows_of_pictures(straight: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    found = EventAccumulator(str(straight / "tensorboard"))
-    found.Reload()
-    tags = found.Tags()
+    events = EventAccumulator(str(straight / "tensorboard"))
+    events.Reload()
+    tags = events.Tags()
     assert {"loss", "lr", "mean_dice", "dice/kidney", "patches_per_s", "wait_share"} <= set(tags["scalars"])
-    assert [event.step for event in found.Scalars("loss")] == [3, 6, 9]
+    assert [event.step for event in events.Scalars("loss")] == [3, 6, 9]
     assert len(tags["images"]) == 1
     assert tags["images"][0].startswith("validation/case_")
 
@@ -114,16 +116,16 @@ def test_a_run_that_goes_on_is_the_run_without_a_pause(data: str, straight: Path
     fit(data, run, resume=True, max_minutes=None)
     assert same(weights(straight), weights(run))
     history = [json.loads((r / "history.json").read_text()) for r in (straight, run)]
-    for ours, theirs in zip(*history, strict=True):
+    for entry, resumed_entry in zip(*history, strict=True):
         for name in ("epoch", "step", "lr", "loss", "dice"):
-            assert ours[name] == theirs[name]
+            assert entry[name] == resumed_entry[name]
     assert history[1][1]["seconds"] > history[1][0]["seconds"]
 
 
 def test_a_killed_run_goes_on_exactly(data: str, straight: Path, tmp_path: Path) -> None:
     """Killed in the middle of an epoch, it repeats that epoch from the last checkpoint."""
     run = tmp_path / "run"
-    said = {**TINY, "fold": fold_with_cases(Prepared.load(data))}
+    config_values = {**TINY, "fold": fold_with_cases(Prepared.load(data))}
     program = (
         "import sys, json, time\nimport torch\nfrom voxlane.train import segmenter, fit\n"
         "real = segmenter.Segmenter.training_step\n"
@@ -134,7 +136,9 @@ def test_a_killed_run_goes_on_exactly(data: str, straight: Path, tmp_path: Path)
         "segmenter.Segmenter.training_step = slow\n"
         f"fit.train({data!r}, {str(run)!r}, json.loads(sys.argv[1]), progress=False)\n"
     )
-    child = subprocess.Popen([sys.executable, "-c", program, json.dumps(said)], stdout=subprocess.PIPE, text=True)
+    child = subprocess.Popen(
+        [sys.executable, "-c", program, json.dumps(config_values)], stdout=subprocess.PIPE, text=True
+    )
     assert child.stdout is not None
     assert any(line.strip() == "here" for line in child.stdout)
     time.sleep(0.3)
@@ -149,9 +153,9 @@ def test_a_killed_run_goes_on_exactly(data: str, straight: Path, tmp_path: Path)
 def test_two_ranks_share_the_batch(data: str, tmp_path: Path) -> None:
     """The same patches, so nearly the same network; validated cases are shared out, none twice."""
     plain = {"augment": {"preset": "none"}, "optimizer": {"name": "sgd", "lr": 0.01, "momentum": 0.0}}
-    one = fit(data, tmp_path / "one", **plain)
-    two = fit(data, tmp_path / "two", **plain, devices=2)
-    assert two["patches"] == one["patches"]
+    single = fit(data, tmp_path / "one", **plain)
+    double = fit(data, tmp_path / "two", **plain, devices=2)
+    assert double["patches"] == single["patches"]
     a, b = weights(tmp_path / "one"), weights(tmp_path / "two")
     assert a.keys() == b.keys()
     assert max(float((a[k] - b[k]).abs().max()) for k in a) < 1e-4
@@ -178,13 +182,42 @@ def test_early_stop_and_all_cases(data: str, tmp_path: Path) -> None:
 
 def test_a_run_in_a_bucket(bucket: Bucket, data: str) -> None:
     uri = f"{bucket.uri}/runs/first"
-    said = {**TINY, "fold": fold_with_cases(Prepared.load(data)), "epochs": 1, "validation": {"every_epochs": 1}}
-    train(data, uri, said, bucket.config, progress=False)
+    config_values = {
+        **TINY,
+        "fold": fold_with_cases(Prepared.load(data)),
+        "epochs": 1,
+        "validation": {"every_epochs": 1},
+    }
+    train(data, uri, config_values, bucket.config, progress=False)
     run = Run(uri, bucket.config)
     assert run.read_json("history.json")[0]["dice"]
     assert run.store.exists(run.key("checkpoints/best.ckpt"))
     train(data, uri, {"epochs": 2}, bucket.config, resume=True, progress=False)
     assert len(run.read_json("history.json")) == 2
+
+
+def test_resuming_reads_the_checkpoint_and_the_dataset_once(
+    data: str, emulator: Emulator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    uri, config = "gs://bkt/runs/first", StoreConfig(endpoint=emulator.url)
+    wide = {"features": [32, 64], "strides": [[1, 1, 1], [2, 2, 2]], "kernels": [[3, 3, 3], [3, 3, 3]]}
+    config_values = {**TINY, "network": wide, "fold": fold_with_cases(Prepared.load(data)), "epochs": 1}
+    train(data, uri, config_values, config, progress=False)
+    run = Run(uri, config)
+    checkpoint_bytes = run.store.head(run.key("checkpoints/last.ckpt")).size
+    loads = []
+    original = Prepared.load
+
+    def count_load(*arguments: Any) -> Prepared:
+        loads.append(arguments)
+        return original(*arguments)
+
+    monkeypatch.setattr(Prepared, "load", count_load)
+    emulator.reset_counters()
+    train(data, uri, {"epochs": 2}, config, resume=True, progress=False)
+    read_bytes = emulator.counters().get.bytes_out
+    assert checkpoint_bytes <= read_bytes < 1.5 * checkpoint_bytes
+    assert len(loads) == 1
 
 
 def test_loader_processes_see_the_same_patches(data: str, straight: Path, tmp_path: Path) -> None:
@@ -195,36 +228,36 @@ def test_loader_processes_see_the_same_patches(data: str, straight: Path, tmp_pa
 
 
 @pytest.mark.parametrize(
-    ("said", "error", "words"),
+    ("changes", "error", "words"),
     [
-        ({"batch": 3, "devices": 2}, ConfigError, "batch: 3 patches do not share out evenly.*batch=4"),
-        ({"fold": 9}, ConfigError, "fold: 9 of a dataset with folds 0 to 1"),
+        ({"batch": 3, "devices": 2}, ConfigError, "batch: 3 patches do not divide evenly.*batch=4"),
+        ({"fold": 9}, ConfigError, "fold: expected 0 to 1, got 9"),
         ({"patch": [15, 16, 16]}, ConfigError, "15"),
-        ({"accelerator": "gpu"}, ConfigError, "accelerator: no GPU"),
-        ({"precision": "bfloat16"}, ConfigError, "precision: bfloat16 is for GPUs"),
+        ({"accelerator": "gpu"}, ConfigError, "accelerator: torch finds no GPU"),
+        ({"precision": "bfloat16"}, ConfigError, "precision: bfloat16 needs a GPU"),
         ({"fold": None, "early_stop": 2}, ConfigError, "early_stop"),
         ({"epochs": 0}, ConfigError, "epochs: .*greater than or equal to 1"),
-        ({"preset": "large"}, ConfigError, "preset: no preset 'large'. There are: nnunet, small, mlperf"),
+        ({"preset": "large"}, ConfigError, "preset: unknown preset 'large'. Choose from: nnunet, small, mlperf"),
         ({"optimizer": {"lrate": 1}}, ConfigError, "optimizer.lrate: no such field. Did you mean optimizer.lr"),
     ],
 )
 @pytest.mark.skipif(torch.cuda.is_available(), reason="about machines without a GPU")
 def test_what_cannot_be_trained_is_refused_before_anything_is_written(
-    data: str, tmp_path: Path, said: dict[str, Any], error: type[Exception], words: str
+    data: str, tmp_path: Path, changes: dict[str, Any], error: type[Exception], words: str
 ) -> None:
     with pytest.raises(error, match=words):
-        fit(data, tmp_path / "run", **said)
+        fit(data, tmp_path / "run", **changes)
     assert not (tmp_path / "run").exists()
 
 
 def test_a_run_is_never_written_over(data: str, straight: Path, tmp_path: Path) -> None:
-    with pytest.raises(RunError, match=r"a run is here already.*--resume"):
+    with pytest.raises(RunError, match=r"a run already exists here.*--resume"):
         fit(data, straight)
-    with pytest.raises(RunError, match="no run is here"):
+    with pytest.raises(RunError, match="no run exists here"):
         fit(data, tmp_path / "none", resume=True)
-    with pytest.raises(ConfigError, match="batch: a run that is resumed keeps it"):
+    with pytest.raises(ConfigError, match="batch: cannot change when a run is resumed"):
         fit(data, straight, resume=True, batch=4)
-    with pytest.raises(PreparedError, match="no prepared dataset is here"):
+    with pytest.raises(PreparedError, match="there is no prepared dataset at this URI"):
         fit_missing(tmp_path)
 
 
@@ -233,8 +266,10 @@ def fit_missing(folder: Path) -> None:
 
 
 def test_another_dataset_is_refused(data: str, straight: Path, tmp_path: Path) -> None:
-    made.prepared(made.save(tmp_path / "scans", made.kits(7)), str(tmp_path / "other"))
-    with pytest.raises(RunError, match="was not this dataset or has been prepared anew"):
+    sample_data.prepare_dataset(
+        sample_data.write_folder(tmp_path / "scans", sample_data.make_kits19(7)), str(tmp_path / "other")
+    )
+    with pytest.raises(RunError, match="which is another dataset or has been prepared again"):
         train(str(tmp_path / "other"), str(straight), {}, resume=True, progress=False)
 
 
@@ -246,7 +281,7 @@ def test_a_patch_larger_than_every_volume_is_padded(data: str, tmp_path: Path) -
 
 def test_a_finished_run_says_so_and_keeps_its_report(data: str, straight: Path) -> None:
     before = (straight / "stall.json").read_bytes()
-    with pytest.raises(RunError, match=r"the run has done its 3 epochs. Give more with epochs=N"):
+    with pytest.raises(RunError, match=r"the run has finished its 3 epochs. Give a larger number with epochs=N"):
         fit(data, straight, resume=True)
     assert (straight / "stall.json").read_bytes() == before
 
@@ -280,11 +315,11 @@ def test_told_to_stop_it_says_how_to_go_on(
     assert child.stdout is not None
     assert any(line.startswith("epoch 2 of 500: loss") for line in child.stdout)
     child.send_signal(number)
-    _, said = child.communicate(timeout=60)
-    assert child.returncode == code, said
-    assert words in said
-    assert "--resume goes on from the last checkpoint" in said
-    assert "Traceback" not in said
+    _, stderr = child.communicate(timeout=300)
+    assert child.returncode == code, stderr
+    assert words in stderr
+    assert "--resume continues from the last checkpoint" in stderr
+    assert "Traceback" not in stderr
 
 
 @pytest.mark.parametrize("end", [{"epochs": 3}, {"epochs": 9, "max_minutes": 1e-6}])

@@ -1,4 +1,4 @@
-"""Pictures: the right slice, the right way round, in true proportions, and PNG that anyone reads."""
+"""Test pictures: the right slice and orientation, true proportions, and valid PNG."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SPACING = (5.0, 1.0, 1.0)
 
 
 def volume() -> tuple[np.ndarray, np.ndarray]:
-    """A bright ball in a grey body, and its label: most of it in slice 2."""
+    """Return a bright ball in a grey body, and its label, most of it in slice 2."""
     image = np.full((5, 40, 60), 30.0, np.float32)
     label = np.zeros((5, 40, 60), np.uint8)
     label[1, 20:24, 40:44] = 1
@@ -27,18 +27,18 @@ def volume() -> tuple[np.ndarray, np.ndarray]:
     return image, label
 
 
-def test_a_row_is_truth_scan_prediction() -> None:
+def test_row_is_truth_scan_prediction() -> None:
     image, label = volume()
     row = pictures.row(image, label, np.zeros_like(label), SPACING, (0, 255), height_px=80)
     width = (row.shape[1] - 2 * pictures.GAP_PX) // 3
-    truth, scan, guess = (row[:, i * (width + pictures.GAP_PX) :][:, :width] for i in range(3))
+    truth, scan, prediction = (row[:, i * (width + pictures.GAP_PX) :][:, :width] for i in range(3))
     assert row.dtype == np.uint8
     assert row.shape == (80, 3 * 120 + 2 * pictures.GAP_PX, 3)
     assert np.ptp(scan.astype(int), axis=2).max() == 0, "the scan is grey"
     assert np.ptp(truth.astype(int), axis=2).max() > 100, "the truth is coloured"
-    white = (guess == 255).all(2)
+    white = (prediction == 255).all(2)
     assert 40 < white.sum() < 300, "a missed structure shows as its outline"
-    assert np.array_equal(guess[~white], scan[~white]), "and nothing else is on the prediction"
+    assert np.array_equal(prediction[~white], scan[~white]), "and nothing else is on the prediction"
 
 
 def test_front_is_up_and_the_patients_right_is_left() -> None:
@@ -50,7 +50,7 @@ def test_front_is_up_and_the_patients_right_is_left() -> None:
     assert bright[:, 0].mean() < 40
 
 
-def test_the_slice_with_most_foreground_is_shown() -> None:
+def test_slice_with_most_foreground_is_shown() -> None:
     _, label = volume()
     empty = np.zeros_like(label)
     assert pictures.best_slice(label, None, 5) == 2
@@ -59,7 +59,7 @@ def test_the_slice_with_most_foreground_is_shown() -> None:
     assert pictures.best_slice(None, None, 9) == 4
 
 
-def test_a_small_class_is_not_passed_over_for_a_large_one() -> None:
+def test_small_class_counts_as_much_as_a_large_one() -> None:
     label = np.zeros((5, 20, 20), np.uint8)
     label[1:4] = 1
     label[1, :12] = 0
@@ -73,13 +73,13 @@ def test_hounsfield_units_get_an_abdominal_window() -> None:
     assert pictures.own_window(np.array([np.nan])) == (0, 1)
 
 
-def test_proportions_are_those_of_the_patient() -> None:
+def test_pixels_have_true_proportions() -> None:
     image = np.full((3, 50, 50), 100.0, np.float32)
     row = pictures.row(image, None, None, (1.0, 2.0, 1.0), (0, 255), height_px=100)
     assert row.shape == (100, 50, 3)
 
 
-def test_empty_air_around_the_body_is_cut_but_no_segmentation_is() -> None:
+def test_empty_air_is_cropped_but_segmentation_is_not() -> None:
     image = np.full((1, 100, 100), -1000.0, np.float32)
     image[0, 40:60, 20:80] = 50.0
     assert pictures.row(image, None, None, SPACING, pictures.ABDOMEN, height_px=66).shape[1] == pytest.approx(
@@ -91,38 +91,32 @@ def test_empty_air_around_the_body_is_cut_but_no_segmentation_is() -> None:
     assert (np.ptp(row.astype(int), axis=2) > 60).any()
 
 
-def test_a_flat_or_broken_image_is_still_a_picture() -> None:
+def test_constant_or_nan_image_is_still_a_picture() -> None:
     flat = np.zeros((2, 8, 8), np.float32)
     assert pictures.row(flat, None, None, SPACING, height_px=16).shape == (16, 16, 3)
     flat[0, 0, 0] = np.nan
     assert pictures.row(flat, None, None, SPACING, z=0, height_px=16).shape == (16, 16, 3)
 
 
-def test_a_scan_without_truth_has_two_pictures() -> None:
+def test_scan_without_truth_has_two_pictures() -> None:
     image, label = volume()
     row = pictures.row(image, None, label, SPACING, (0, 255), height_px=80)
     assert row.shape[1] == 2 * 120 + pictures.GAP_PX
 
 
 @given(st.integers(1, 40), st.integers(1, 40), st.integers(0, 2**32 - 1))
-def test_png_holds_every_pixel(height: int, width: int, seed: int) -> None:
+def test_png_stores_every_pixel(height: int, width: int, seed: int) -> None:
     picture = np.random.default_rng(seed).integers(0, 256, (height, width, 3), np.uint8)
     read = Image.open(io.BytesIO(pictures.png(picture)))
     assert np.array_equal(np.asarray(read), picture)
 
 
-def test_overlay_png_is_the_row() -> None:
+def test_png_is_the_row() -> None:
     image, label = volume()
-    body = pictures.overlay_png(image, label, label, SPACING, height_px=80)
+    body = pictures.png(pictures.row(image, label, label, SPACING, height_px=80))
     assert np.array_equal(
         np.asarray(Image.open(io.BytesIO(body))), pictures.row(image, label, label, SPACING, height_px=80)
     )
-
-
-def test_rows_of_any_width_stack() -> None:
-    rows = [np.full((10, width, 3), 9, np.uint8) for width in (30, 20)]
-    assert pictures.stack(rows).shape == (20 + pictures.GAP_PX, 30, 3)
-    assert np.array_equal(pictures.stack(rows[:1]), rows[0])
 
 
 def test_resizing_keeps_constants_and_ramps() -> None:
@@ -133,7 +127,7 @@ def test_resizing_keeps_constants_and_ramps() -> None:
     assert np.array_equal(pictures.resize(ramp, (4, 8)), ramp)
 
 
-def test_the_legend_names_what_is_painted() -> None:
+def test_legend_names_the_painted_classes() -> None:
     kits = Description(name="kits", channels=("CT",), labels={"background": 0, "kidney": 1, "tumour": 2})
     assert pictures.legend(kits) == [("kidney", pictures.PALETTE[0]), ("tumour", pictures.PALETTE[1])]
     brats = Description(

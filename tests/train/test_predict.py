@@ -21,8 +21,7 @@ from nibabel.orientations import axcodes2ornt, inv_ornt_aff, ornt_transform
 from tests.conftest import Bucket
 from tests.volume.test_scan import dicom_series
 from voxlane.errors import ConfigError, NotFoundError, ScanError, VoxlaneError
-from voxlane.train.predict import mask_dtype, plan, predict, read_channels
-from voxlane.train.predictor import PredictConfig, Predictor
+from voxlane.train.predictor import PredictConfig, Predictor, mask_dtype, plan_predictions, predict, read_channels
 from voxlane.volume.description import Description
 from voxlane.volume.plan import Network, Normalisation, Plan
 from voxlane.volume.scan import read_label, read_scan
@@ -80,9 +79,9 @@ def predictor(
     *networks: torch.nn.Module,
     spacing: tuple[float, float, float] = (2.0, 1.5, 1.0),
     description: Description = CLASSES,
-    **how: Any,
+    **options: Any,
 ) -> Predictor:
-    made = Plan(
+    plan = Plan(
         spacing=spacing,
         normalisation=(Normalisation(scheme="none"),) * len(description.channels),
         patch=(16, 16, 16),
@@ -90,7 +89,7 @@ def predictor(
         network=Network(),
     )
     networks = networks or (Bright(),)
-    return Predictor(list(networks), made, description, made.patch, torch.device("cpu"), PredictConfig(**how))
+    return Predictor(list(networks), plan, description, plan.patch, torch.device("cpu"), PredictConfig(**options))
 
 
 def phantom(shape: tuple[int, ...], affine: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -121,17 +120,17 @@ def save(path: Path, image: np.ndarray, affine: np.ndarray, dtype: Any = np.int1
 
 
 def job(scan: str, out: Path | str) -> Any:
-    (one,) = plan([scan], str(out))
-    return one
+    (planned,) = plan_predictions([scan], str(out))
+    return planned
 
 
 def check_same_file_grid(mask: str, scan: str) -> Any:
     """The mask lies voxel by voxel where the scan does; returns its voxels."""
-    found, wanted = nibabel.load(mask), nibabel.load(scan)
-    assert found.shape == wanted.shape[:3]
-    np.testing.assert_allclose(found.affine, wanted.affine, atol=1e-5)
-    np.testing.assert_allclose(found.header.get_zooms(), wanted.header.get_zooms()[:3], rtol=1e-5)
-    return np.asarray(found.dataobj)
+    mask_file, scan_file = nibabel.load(mask), nibabel.load(scan)
+    assert mask_file.shape == scan_file.shape[:3]
+    np.testing.assert_allclose(mask_file.affine, scan_file.affine, atol=1e-5)
+    np.testing.assert_allclose(mask_file.header.get_zooms(), scan_file.header.get_zooms()[:3], rtol=1e-5)
+    return np.asarray(mask_file.dataobj)
 
 
 @pytest.mark.parametrize("axes", ["RAS", "LPS", "LAS", "SAR", "PIR", "ASL", "IPL"])
@@ -152,10 +151,10 @@ def rotation(degrees: tuple[float, float, float]) -> np.ndarray:
     turned = np.eye(3)
     for axis, angle in enumerate(np.radians(degrees)):
         a, b = (i for i in range(3) if i != axis)
-        one = np.eye(3)
-        one[a, a] = one[b, b] = np.cos(angle)
-        one[a, b], one[b, a] = -np.sin(angle), np.sin(angle)
-        turned = one @ turned
+        about_axis = np.eye(3)
+        about_axis[a, a] = about_axis[b, b] = np.cos(angle)
+        about_axis[a, b], about_axis[b, a] = -np.sin(angle), np.sin(angle)
+        turned = about_axis @ turned
     return turned
 
 
@@ -179,12 +178,12 @@ def test_any_oblique_anisotropic_grid(
     predict(predictor(spacing=(1.6, 1.2, 1.2)), job(scan, tmp_path / "out"), progress=False)
     mask = check_same_file_grid(str(tmp_path / "out" / "scan.nii.gz"), scan)
     assert mask.dtype == np.uint8
-    where = places(shape, affine)
+    voxel_places = places(shape, affine)
     for centre, radius, _, value in BALLS:
-        near = np.linalg.norm(where - centre, axis=-1) < radius + 3
-        found, wanted = (mask == 1) & near, label == value
-        assert np.linalg.norm(where[found].mean(0) - where[wanted].mean(0)) < 0.5
-        assert 2 * (found & wanted).sum() / (found.sum() + wanted.sum()) > 0.85
+        near = np.linalg.norm(voxel_places - centre, axis=-1) < radius + 3
+        predicted, expected = (mask == 1) & near, label == value
+        assert np.linalg.norm(voxel_places[predicted].mean(0) - voxel_places[expected].mean(0)) < 0.5
+        assert 2 * (predicted & expected).sum() / (predicted.sum() + expected.sum()) > 0.85
     assert (mask > 0).sum() < 1.3 * (label > 0).sum()
 
 
@@ -248,17 +247,17 @@ def test_channels_by_commas_and_in_one_file(tmp_path: Path) -> None:
     save(tmp_path / "near.nii.gz", image, nudged)
     assert len(read_channels([first, str(tmp_path / "near.nii.gz")]).image) == 2
     for scan, words in (
-        (first, r"the scan has 1 channel, and the model was trained on 2 \(T1, T2\)"),
+        (first, r"the scan has 1 channel, but the model was trained on 2 \(T1, T2\)"),
         (f"{first},{other},{other}", "the scan has 3 channels"),
-        (f"{first},{both}", "both.nii.gz: a 4D file of 2 volumes where each file is one channel"),
+        (f"{first},{both}", "both.nii.gz: a 4D file of 2 volumes, but each file must be one channel"),
     ):
         with pytest.raises(ScanError, match=words):
             predict(two, job(scan, tmp_path / "out"), progress=False)
 
 
 def test_a_file_stored_along_other_axes_is_the_same_channel(tmp_path: Path) -> None:
-    one, other = grid("RAS"), grid("SPL")
-    files = [save(tmp_path / f"{i}.nii.gz", phantom(*g)[0], g[1]) for i, g in enumerate((one, other))]
+    first, second = grid("RAS"), grid("SPL")
+    files = [save(tmp_path / f"{i}.nii.gz", phantom(*g)[0], g[1]) for i, g in enumerate((first, second))]
     image = read_channels(files).image
     np.testing.assert_array_equal(image[0], image[1])
 
@@ -276,15 +275,18 @@ def test_regions(tmp_path: Path) -> None:
 
 def test_several_networks_are_averaged() -> None:
     image = np.ones((1, 20, 17, 18), np.int16)
-    seen: list[tuple[int, int]] = []
-    for logits, wanted in (((3.0, -1.0), 1), ((1.0, -3.0), 0), ((-1.0, -1.0, 2.5), 1)):
-        seen.clear()
+    progress_calls: list[tuple[int, int]] = []
+    for logits, expected in (((3.0, -1.0), 1), ((1.0, -3.0), 0), ((-1.0, -1.0, 2.5), 1)):
+        progress_calls.clear()
         many = predictor(*(Always(logit) for logit in logits))
-        mask = many.predict(image, (2.0, 1.5, 1.0), progress=lambda done, total: seen.append((done, total)))
-        assert (mask == wanted).all()
-        assert seen[-1] == (seen[-1][1], seen[-1][1])  # windows of all networks, up to the last
-        assert [done for done, _ in seen] == sorted({done for done, _ in seen})
-    outputs = predictor(Always(3.0), Always(-1.0)).outputs(torch.ones(1, 16, 16, 16))
+        mask = many.predict(image, (2.0, 1.5, 1.0), progress=lambda done, total: progress_calls.append((done, total)))
+        assert (mask == expected).all()
+        assert progress_calls[-1] == (
+            progress_calls[-1][1],
+            progress_calls[-1][1],
+        )  # windows of all networks, up to the last
+        assert [done for done, _ in progress_calls] == sorted({done for done, _ in progress_calls})
+    outputs = predictor(Always(3.0), Always(-1.0)).predict_outputs(torch.ones(1, 16, 16, 16))
     assert outputs.dtype == torch.float16
     assert torch.allclose(outputs[1].float(), torch.tensor(1.0), atol=1e-3)
 
@@ -322,15 +324,15 @@ def test_scans_that_cannot_be_segmented(tmp_path: Path) -> None:
         ("text.nii.gz", ScanError, "not a NIfTI file"),
         ("empty.nii.gz", ScanError, "empty"),
         ("flat.nii.gz", ScanError, "2D image"),
-        ("film.nii.gz", ScanError, "the scan has 3 channels, and the model was trained on 1"),
+        ("film.nii.gz", ScanError, "the scan has 3 channels, but the model was trained on 1"),
         ("nan.nii.gz", ScanError, "2 of 13,440 voxels are NaN or infinite"),
         ("good.nii.gz,shifted.nii.gz", ScanError, "shifted.nii.gz: not on the grid of .*good.nii.gz: .*origins"),
     ]
-    one = predictor()
+    single = predictor()
     for name, kind, words in cases:
         scan = ",".join(str(tmp_path / part) for part in name.split(","))
         with pytest.raises(kind, match=words):
-            predict(one, job(scan, tmp_path / "out"), progress=False)
+            predict(single, job(scan, tmp_path / "out"), progress=False)
     assert list((tmp_path / "out").iterdir()) == []
 
 
@@ -339,19 +341,19 @@ def test_no_mask_is_written_over_anything(tmp_path: Path) -> None:
     scan.write_bytes(b"x")
     (tmp_path / "link").symlink_to(tmp_path)
     for out in (tmp_path, f"{tmp_path}/", f"file://{tmp_path}", tmp_path / "link", tmp_path / "sub" / ".."):
-        with pytest.raises(ConfigError, match=r"over this scan.*another folder"):
-            plan([str(scan)], str(out))
-    with pytest.raises(ConfigError, match="over this scan"):
-        plan(["gs://b/x/a.nii.gz"], "gs://b/x/")
+        with pytest.raises(ConfigError, match=r"overwrite this scan.*another folder"):
+            plan_predictions([str(scan)], str(out))
+    with pytest.raises(ConfigError, match="overwrite this scan"):
+        plan_predictions(["gs://b/x/a.nii.gz"], "gs://b/x/")
     for pair in (("p/a.nii.gz", "q/a.nii.gz"), ("p/a.nii.gz", "p/a.nii"), ("a/", "q/a.NII.GZ"), ("a.nii", "a.nii")):
         with pytest.raises(ConfigError, match=r"would both write a.nii.gz. Predict them into two folders"):
-            plan(pair, str(tmp_path / "out"))
+            plan_predictions(pair, str(tmp_path / "out"))
     for scan_uri in ("", "a.nii.gz,", "/", "gs://bucket"):
         with pytest.raises(ConfigError):
-            plan([scan_uri], str(tmp_path))
-    (one,) = plan(["gs://b/x/A.NII.GZ,gs://b/x/B.nii.gz"], "gs://b/masks/")
-    assert one.files == ("gs://b/x/A.NII.GZ", "gs://b/x/B.nii.gz")
-    assert one.mask == "gs://b/masks/A.nii.gz"
+            plan_predictions([scan_uri], str(tmp_path))
+    (planned,) = plan_predictions(["gs://b/x/A.NII.GZ,gs://b/x/B.nii.gz"], "gs://b/masks/")
+    assert planned.files == ("gs://b/x/A.NII.GZ", "gs://b/x/B.nii.gz")
+    assert planned.mask == "gs://b/masks/A.nii.gz"
 
 
 def test_masks_take_the_scans_integers_where_they_hold_the_labels() -> None:
@@ -373,26 +375,26 @@ def test_unwritable_folder(tmp_path: Path) -> None:
 LARGE = """
 import dataclasses, resource, sys
 import nibabel, numpy as np
-from tests.train.test_predict import plan, predict, predictor
+from tests.train.test_predict import plan_predictions, predict, predictor
 
 folder = sys.argv[1]
 voxels = np.ones((512, 512, 400), np.int16, order="F")
 voxels[100:200, 200:330, 100:200] = 100
 nibabel.save(nibabel.Nifti1Image(voxels, np.diag([0.8, 0.8, 2.0, 1.0])), f"{folder}/large.nii")
 del voxels
-made = dataclasses.replace(predictor(spacing=(2.0, 0.8, 0.8), overlap=0.0, window_batch=1), patch=(128, 128, 128))
-(job,) = plan([f"{folder}/large.nii"], f"{folder}/out")
-done = predict(made, job, progress=False)
+segmenter = dataclasses.replace(predictor(spacing=(2.0, 0.8, 0.8), overlap=0.0, window_batch=1), patch=(128, 128, 128))
+(job,) = plan_predictions([f"{folder}/large.nii"], f"{folder}/out")
+done = predict(segmenter, job, progress=False)
 print(done.volumes_ml["dim"], resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
 """
 
 
 def test_a_large_scan_stays_within_the_stated_memory(tmp_path: Path) -> None:
     """400 x 512 x 512 voxels and three outputs, from file to mask, the interpreter and its libraries included."""
-    here = Path(__file__).parents[2]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(here), *sys.path])}
+    repository = Path(__file__).parents[2]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(repository), *sys.path])}
     done = subprocess.run(
-        [sys.executable, "-c", LARGE, str(tmp_path)], capture_output=True, text=True, env=environment, timeout=110
+        [sys.executable, "-c", LARGE, str(tmp_path)], capture_output=True, text=True, env=environment, timeout=600
     )
     assert done.returncode == 0, done.stderr
     volume_ml, peak_bytes = map(float, done.stdout.split())

@@ -1,4 +1,4 @@
-"""The report page: whole, self-contained, right about what it says, and plain about what is not there."""
+"""Test the report page: complete, self-contained, correct, and clear about what is missing."""
 
 from __future__ import annotations
 
@@ -16,14 +16,13 @@ from tests.conftest import Bucket
 from tests.train import fake_run
 from voxlane.errors import RunError
 from voxlane.train import findings
-from voxlane.train.page import page
-from voxlane.train.report import report
+from voxlane.train.report import render_run_page, report
 
 VOID = {"meta", "img", "br", "link", "input", "hr"}
 
 
 class Outline(HTMLParser):
-    """Checks that elements close in order; keeps ids, links, sources and visible text."""
+    """Checks that elements close in order; collects ids, links, sources and visible text."""
 
     def __init__(self, html: str) -> None:
         super().__init__()
@@ -36,13 +35,13 @@ class Outline(HTMLParser):
         assert self.open == []
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        found = dict(attrs)
-        self.ids += [found["id"]] if found.get("id") else []
-        self.links += [found["href"]] if found.get("href") else []
-        self.sources += [found["src"]] if found.get("src") else []
-        assert not any(name.startswith("on") for name in found)
+        attributes = dict(attrs)
+        self.ids += [attributes["id"]] if attributes.get("id") else []
+        self.links += [attributes["href"]] if attributes.get("href") else []
+        self.sources += [attributes["src"]] if attributes.get("src") else []
+        assert not any(name.startswith("on") for name in attributes)
         if tag == "img":
-            assert found.get("alt")
+            assert attributes.get("alt")
         if tag not in VOID:
             self.open.append(tag)
 
@@ -58,7 +57,7 @@ class Outline(HTMLParser):
         return " ".join(" ".join(self.words).split())
 
 
-def rendered(folder: Path) -> str:
+def render_page(folder: Path) -> str:
     uri = report(str(folder))
     assert uri == f"file://{folder}/report.html"
     return (folder / "report.html").read_text(encoding="utf-8")
@@ -69,12 +68,12 @@ def run(tmp_path: Path) -> Path:
     return fake_run.write(tmp_path / "run", overlay=fake_run.small_overlay())
 
 
-def test_a_whole_run(run: Path) -> None:
-    html = rendered(run)
+def test_complete_run(run: Path) -> None:
+    html = render_page(run)
     outline = Outline(html)
     text = outline.text
-    for said in ("Phantom KiTS", "1.4 million parameters", "28 cases", "12 held out", "Held-out validation cases"):
-        assert said in text
+    for phrase in ("Phantom KiTS", "1.4 million parameters", "28 cases", "12 held out", "Held-out validation cases"):
+        assert phrase in text
     assert "voxlane train gs://demo/prepared --run 'gs://demo/runs/first run' epochs=30" in text
     assert "momentum: 0.99" in text, "the config"
     assert "patch: [32, 64, 64]" in text
@@ -87,8 +86,8 @@ def test_a_whole_run(run: Path) -> None:
     assert len(outline.ids) == len(set(outline.ids))
 
 
-def test_the_figures_are_those_of_the_evaluation(run: Path) -> None:
-    text = Outline(rendered(run)).text
+def test_figures_match_the_evaluation(run: Path) -> None:
+    text = Outline(render_page(run)).text
     summary = json.loads((run / "evaluation/validation/summary.json").read_text(encoding="utf-8"))
     assert f"Mean Dice {summary['mean_dice']:.3f} 12 cases, validation" in text
     for target in ("kidney", "tumour"):
@@ -100,8 +99,8 @@ def test_the_figures_are_those_of_the_evaluation(run: Path) -> None:
         assert all(f"{dice:.3f}" in text for dice in scored)
 
 
-def test_the_page_asks_nobody_for_anything(run: Path) -> None:
-    html = rendered(run)
+def test_page_loads_nothing(run: Path) -> None:
+    html = render_page(run)
     outline = Outline(html)
     assert all(source.startswith("data:image/png;base64,") for source in outline.sources)
     assert all(link.startswith("#") and link[1:] in outline.ids for link in outline.links)
@@ -112,19 +111,19 @@ def test_the_page_asks_nobody_for_anything(run: Path) -> None:
     assert "default-src 'none'" in html
 
 
-def test_the_worst_cases_are_shown_worst_first(run: Path) -> None:
-    html = rendered(run)
+def test_worst_cases_come_first(run: Path) -> None:
+    html = render_page(run)
     cases = json.loads((run / "evaluation/validation/cases.json").read_text(encoding="utf-8"))
     ranked = sorted(cases, key=lambda c: findings.mean_dice(c, ["kidney", "tumour"]))
     shown = re.findall(r"<figcaption><b>(case_\d+)</b>", html)
-    assert shown[: findings.WORST] == [c["case"] for c in ranked[: findings.WORST]]
-    assert len(shown) == findings.WORST + 1
+    assert shown[: findings.WORST_CASES] == [c["case"] for c in ranked[: findings.WORST_CASES]]
+    assert len(shown) == findings.WORST_CASES + 1
     picture = base64.b64encode(fake_run.small_overlay()).decode()
     assert html.count(picture) == len(shown)
 
 
-def test_rows_are_sortable_and_what_was_not_scored_is_a_dash(run: Path) -> None:
-    html = rendered(run)
+def test_rows_are_sortable_and_unscored_values_are_dashes(run: Path) -> None:
+    html = render_page(run)
     rows = re.findall(r'<tr><th scope="row" data-sort="(case_\d+)">(.*?)</tr>', html)
     assert len(rows) == 12
     assert {len(re.findall("<td", row)) for _, row in rows} == {11}
@@ -134,19 +133,19 @@ def test_rows_are_sortable_and_what_was_not_scored_is_a_dash(run: Path) -> None:
     assert unscored.count('data-sort=""') == 3
 
 
-def test_a_run_that_was_not_evaluated_says_so(tmp_path: Path) -> None:
+def test_run_without_evaluation(tmp_path: Path) -> None:
     folder = fake_run.write(tmp_path / "run", evaluated=False)
-    text = Outline(rendered(folder)).text
+    text = Outline(render_page(folder)).text
     assert "This run has not been evaluated by itself yet." in text
     assert f"voxlane evaluate file://{folder}" in text
-    assert "Best mean Dice" in text, "what training saw stands in"
+    assert "Best mean Dice" in text, "the validation during training stands in"
 
 
-def test_a_run_that_has_just_begun_says_so(tmp_path: Path) -> None:
+def test_run_that_has_just_started(tmp_path: Path) -> None:
     folder = fake_run.write(tmp_path / "run", evaluated=False)
     (folder / "history.json").unlink()
     (folder / "stall.json").unlink()
-    text = Outline(rendered(folder)).text
+    text = Outline(render_page(folder)).text
     assert "No epoch has been finished yet." in text
     assert "The run wrote no time report" in text
 
@@ -154,46 +153,46 @@ def test_a_run_that_has_just_begun_says_so(tmp_path: Path) -> None:
 def test_damaged_files_are_named_and_left_out(run: Path) -> None:
     (run / "history.json").write_text('[{"epoch": 0, "lo')
     (run / "evaluation/validation/cases.json").write_text("{}")
-    text = Outline(rendered(run)).text
+    text = Outline(render_page(run)).text
     assert "history.json is damaged and was left out." in text
     assert "evaluation/validation/cases.json is damaged and was left out." in text
     assert "Held-out validation cases" in text
 
 
-def test_cases_without_a_picture_are_told(tmp_path: Path) -> None:
+def test_cases_without_a_picture_are_marked(tmp_path: Path) -> None:
     folder = fake_run.write(tmp_path / "run", cases=3)
-    assert "No pictures were written with this evaluation." in Outline(rendered(folder)).text
+    assert "No pictures were written with this evaluation." in Outline(render_page(folder)).text
     fake_run.write(folder, cases=3, overlay=fake_run.small_overlay())
     (folder / "evaluation/validation/overlays/case_00038.png").unlink()
-    html = rendered(folder)
+    html = render_page(folder)
     assert html.count("No picture of this case was written.") == 1
     assert html.count("<img") == 2
 
 
 @pytest.mark.parametrize("file", ["run.json", "history.json", "stall.json"])
 def test_any_field_may_be_missing_or_null(run: Path, file: str) -> None:
-    whole = json.loads((run / file).read_text(encoding="utf-8"))
-    for part in whole if isinstance(whole, dict) else whole[-1]:
+    complete = json.loads((run / file).read_text(encoding="utf-8"))
+    for part in complete if isinstance(complete, dict) else complete[-1]:
         for change in ("missing", "null"):
-            value: Any = json.loads(json.dumps(whole))
+            value: Any = json.loads(json.dumps(complete))
             for row in [value] if isinstance(value, dict) else value:
                 row[part] = None
                 if change == "missing":
                     del row[part]
             (run / file).write_text(json.dumps(value))
-            assert "How to run it again" in Outline(rendered(run)).text
+            assert "How to run it again" in Outline(render_page(run)).text
 
 
 @pytest.mark.parametrize("part", ["targets", "mean_dice", "cases", "rule"])
-def test_a_summary_may_lack_parts(run: Path, part: str) -> None:
+def test_summary_may_lack_parts(run: Path, part: str) -> None:
     path = run / "evaluation/validation/summary.json"
     value = json.loads(path.read_text(encoding="utf-8"))
     del value[part]
     path.write_text(json.dumps(value))
-    assert "Every case" in Outline(rendered(run)).text
+    assert "Every case" in Outline(render_page(run)).text
 
 
-def test_names_are_text_never_markup(run: Path) -> None:
+def test_names_are_never_markup(run: Path) -> None:
     evil = '<script>alert("x")</script>'
     value = json.loads((run / "run.json").read_text(encoding="utf-8"))
     value["data"]["name"] = value["data"]["uri"] = value["command"][2] = evil
@@ -203,30 +202,30 @@ def test_names_are_text_never_markup(run: Path) -> None:
     cases = json.loads((run / "evaluation/validation/cases.json").read_text(encoding="utf-8"))
     cases[0]["case"] = evil
     (run / "evaluation/validation/cases.json").write_text(json.dumps(cases))
-    html = rendered(run)
+    html = render_page(run)
     assert evil not in html
     assert html.count("<script>") == 1
     assert "alert" in Outline(html).text
 
 
-def test_regions_have_the_colours_they_are_painted_with(run: Path) -> None:
+def test_regions_are_listed(run: Path) -> None:
     value = json.loads((run / "run.json").read_text(encoding="utf-8"))
     value["description"]["regions"] = {"kidney": [1, 2], "tumour": [2]}
     (run / "run.json").write_text(json.dumps(value))
-    assert "kidney = 1+2; tumour = 2" in Outline(rendered(run)).text
+    assert "kidney = 1+2; tumour = 2" in Outline(render_page(run)).text
 
 
 def test_cross_validation_comes_first(run: Path) -> None:
     source = run / "evaluation/validation"
     for path in source.glob("*.json"):
         fake_run.dump(run / "evaluation/cross-validation" / path.name, json.loads(path.read_text(encoding="utf-8")))
-    found = findings.read(str(run))
-    assert [one.name for one in found.evaluations] == ["cross-validation", "validation"]
-    assert "12 cases, cross-validation" in Outline(rendered(run)).text
+    evaluations = findings.read_findings(str(run)).evaluations
+    assert [evaluation.name for evaluation in evaluations] == ["cross-validation", "validation"]
+    assert "12 cases, cross-validation" in Outline(render_page(run)).text
 
 
-def test_no_run_and_a_broken_run_are_one_clear_message(tmp_path: Path) -> None:
-    with pytest.raises(RunError, match=r"no run is here. Train one"):
+def test_missing_and_damaged_runs_have_clear_errors(tmp_path: Path) -> None:
+    with pytest.raises(RunError, match=r"no run exists here. Train one"):
         report(str(tmp_path / "nothing"))
     (tmp_path / "run.json").write_text("{")
     with pytest.raises(RunError, match=r"run.json is damaged"):
@@ -234,25 +233,27 @@ def test_no_run_and_a_broken_run_are_one_clear_message(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("written", "said"),
+    ("created", "phrase"),
     [
-        ("2026-03-02T09:41:07+00:00", "begun 2026-03-02 09:41 UTC."),
-        ("2026-03-02T09:41:07+02:00", "begun 2026-03-02 07:41 UTC."),
-        ("2026-03-02T09:41:07", "begun 2026-03-02 09:41."),
-        ("yesterday", "begun yesterday."),
+        ("2026-03-02T09:41:07+00:00", "started 2026-03-02 09:41 UTC."),
+        ("2026-03-02T09:41:07+02:00", "started 2026-03-02 07:41 UTC."),
+        ("2026-03-02T09:41:07", "started 2026-03-02 09:41."),
+        ("yesterday", "started yesterday."),
     ],
 )
-def test_the_moment_is_in_utc(run: Path, written: str, said: str) -> None:
+def test_time_is_in_utc(run: Path, created: str, phrase: str) -> None:
     value = json.loads((run / "run.json").read_text(encoding="utf-8"))
-    (run / "run.json").write_text(json.dumps(value | {"created": written}))
-    assert said.rstrip(".") + " ." in Outline(rendered(run)).text
+    (run / "run.json").write_text(json.dumps(value | {"created": created}))
+    assert phrase.rstrip(".") + " ." in Outline(render_page(run)).text
 
 
-def test_the_same_findings_give_the_same_page(run: Path) -> None:
-    assert page(findings.read(str(run))) == page(findings.read(f"file://{run}/"))
+def test_same_findings_give_the_same_page(run: Path) -> None:
+    assert render_run_page(findings.read_findings(str(run))) == render_run_page(
+        findings.read_findings(f"file://{run}/")
+    )
 
 
-def test_a_report_in_a_bucket(run: Path, gcs: Bucket) -> None:
+def test_report_in_a_bucket(run: Path, gcs: Bucket) -> None:
     for path in run.rglob("*"):
         if path.is_file():
             gcs.store.put(gcs.key(f"runs/one/{path.relative_to(run)}"), path.read_bytes())
@@ -262,30 +263,32 @@ def test_a_report_in_a_bucket(run: Path, gcs: Bucket) -> None:
     assert "Phantom KiTS" in Outline(html).text
 
 
-def test_the_network_and_patch_are_those_that_were_trained(run: Path) -> None:
+def test_network_and_patch_are_the_trained_ones(run: Path) -> None:
     facts = json.loads((run / "run.json").read_text())
     trained = {**facts["plan"]["network"], "features": [3 * n for n in facts["plan"]["network"]["features"]]}
     config = {**facts["config"], "patch": [16, 48, 48], "batch": 5}
     (run / "run.json").write_text(json.dumps({**facts, "network": trained, "config": config}))
-    text = Outline(rendered(run)).text
+    text = Outline(render_page(run)).text
     assert f"0 {trained['features'][0]} 1 × 1 × 1" in text
-    assert "16 × 48 × 48 voxels (z, y, x), 5 in a step" in text
+    assert "16 × 48 × 48 voxels (z, y, x), 5 per step" in text
 
 
-@pytest.mark.parametrize(("which", "said"), [("best", "flatter them a little"), ("last", "those of the run's end")])
-def test_the_page_says_which_weights_were_scored(run: Path, which: str, said: str) -> None:
+@pytest.mark.parametrize(
+    ("checkpoint", "phrase"), [("best", "slightly optimistic"), ("last", "the scores of the run's last weights")]
+)
+def test_page_says_which_weights_were_scored(run: Path, checkpoint: str, phrase: str) -> None:
     file = run / "evaluation/validation/summary.json"
-    assert said not in Outline(rendered(run)).text
-    file.write_text(json.dumps({**json.loads(file.read_text()), "config": {"predict": {"checkpoint": which}}}))
-    assert said in Outline(rendered(run)).text
+    assert phrase not in Outline(render_page(run)).text
+    file.write_text(json.dumps({**json.loads(file.read_text()), "config": {"predict": {"checkpoint": checkpoint}}}))
+    assert phrase in Outline(render_page(run)).text
 
 
-def test_folds_have_a_page_each_and_one_together(tmp_path: Path) -> None:
+def test_folds_have_a_page_each_and_a_common_one(tmp_path: Path) -> None:
     for fold in (0, 1):
         fake_run.write(tmp_path / "cv" / f"fold_{fold}")
     uri = report(str(tmp_path / "cv"))
     assert uri.endswith("cv/report.html")
     text = (tmp_path / "cv" / "report.html").read_text(encoding="utf-8")
-    assert "trained once a fold" in text
+    assert "trained once per fold" in text
     assert 'href="fold_1/report.html"' in text
     assert (tmp_path / "cv" / "fold_1" / "report.html").exists()

@@ -1,4 +1,4 @@
-"""Told to stop in the middle of an epoch, a run saves the step it is at and goes on from there."""
+"""Tests of SIGTERM in the middle of an epoch: the run saves the step it is at and resumes from there."""
 
 from __future__ import annotations
 
@@ -15,8 +15,7 @@ import torch
 
 from tests.train.test_fit import same, weights
 from tests.train.test_workers import data as data
-from tests.train.test_workers import difference, orders
-from tests.train.test_workers import said as said
+from tests.train.test_workers import make_config, max_difference, orders
 from voxlane.errors import RunError
 from voxlane.train import recorder
 from voxlane.train.fit import train
@@ -27,60 +26,60 @@ STEPS = 6
 @pytest.fixture(scope="module")
 def straight(data: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
     run = tmp_path_factory.mktemp("straight") / "run"
-    train(data, str(run), said(data, steps_per_epoch=STEPS, epochs=2), progress=False)
+    train(data, str(run), make_config(data, steps_per_epoch=STEPS, epochs=2), progress=False)
     return run
 
 
-def stopped_after(step: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """SIGTERM comes while a step is counted."""
-    count = recorder.Recorder.on_train_batch_end
+def send_sigterm_at(step: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Send SIGTERM to this process while it records a step."""
+    record = recorder.Recorder.on_train_batch_end
 
-    def counted(self: Any, trainer: Any, *rest: Any) -> None:
-        count(self, trainer, *rest)
+    def record_and_signal(self: Any, trainer: Any, *rest: Any) -> None:
+        record(self, trainer, *rest)
         if trainer.global_step == step:
             os.kill(os.getpid(), signal.SIGTERM)
 
-    monkeypatch.setattr(recorder.Recorder, "on_train_batch_end", counted)
+    monkeypatch.setattr(recorder.Recorder, "on_train_batch_end", record_and_signal)
 
 
 @pytest.mark.parametrize("step", [2, 8, 6])
-def test_it_is_the_run_that_was_not_stopped(
+def test_a_stopped_run_resumes_exactly(
     data: str, straight: Path, tmp_path: Path, step: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = tmp_path / "run"
     with monkeypatch.context() as patch:
-        stopped_after(step, patch)
-        with pytest.raises(RunError, match=r"stopped by SIGTERM\. --resume goes on from the last checkpoint"):
-            train(data, str(run), said(data, steps_per_epoch=STEPS, epochs=2), progress=False)
+        send_sigterm_at(step, patch)
+        with pytest.raises(RunError, match=r"stopped by SIGTERM\. --resume continues from the last checkpoint"):
+            train(data, str(run), make_config(data, steps_per_epoch=STEPS, epochs=2), progress=False)
     assert torch.load(run / "checkpoints/last.ckpt", weights_only=True)["global_step"] == step
     report = train(data, str(run), {}, resume=True, progress=False)
     assert same(weights(straight), weights(run))
     assert orders(run) == orders(straight)
     assert report["steps"] == 2 * STEPS
-    for ours, theirs in zip(*(json.loads((r / "history.json").read_text()) for r in (run, straight)), strict=True):
-        assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-5)
-        assert ours["mean_dice"] == theirs["mean_dice"]
+    for entry, expected in zip(*(json.loads((r / "history.json").read_text()) for r in (run, straight)), strict=True):
+        assert entry["loss"] == pytest.approx(expected["loss"], rel=1e-5)
+        assert entry["mean_dice"] == expected["mean_dice"]
 
 
-@pytest.mark.parametrize("told", [0, 1])
-def test_two_ranks_stop_after_the_same_step_and_one_goes_on(
-    data: str, straight: Path, tmp_path: Path, told: int
+@pytest.mark.parametrize("signalled_rank", [0, 1])
+def test_two_ranks_stop_after_the_same_step_and_one_resumes(
+    data: str, straight: Path, tmp_path: Path, signalled_rank: int
 ) -> None:
     run, config = tmp_path / "run", tmp_path / "config.json"
-    values = said(data, steps_per_epoch=STEPS, epochs=2)
+    values = make_config(data, steps_per_epoch=STEPS, epochs=2)
     config.write_text(json.dumps(values))
-    words = ["train", data, "--run", str(run), "--config", str(config), "--no-progress"]
+    arguments = ["train", data, "--run", str(run), "--config", str(config), "--no-progress"]
     script = tmp_path / "rank.py"
     script.write_text(
         "import os, signal, sys\n"
         "from voxlane.cli.main import main\n"
         "from voxlane.train.recorder import Recorder\n"
-        "count = Recorder.on_train_batch_end\n"
-        "def counted(self, trainer, *rest):\n"
-        "    count(self, trainer, *rest)\n"
-        f"    if trainer.global_step == 8 and trainer.global_rank == {told}:\n"
+        "record = Recorder.on_train_batch_end\n"
+        "def record_and_signal(self, trainer, *rest):\n"
+        "    record(self, trainer, *rest)\n"
+        f"    if trainer.global_step == 8 and trainer.global_rank == {signalled_rank}:\n"
         "        os.kill(os.getpid(), signal.SIGTERM)\n"
-        "Recorder.on_train_batch_end = counted\n"
+        "Recorder.on_train_batch_end = record_and_signal\n"
         "sys.exit(main(sys.argv[1:]))\n"
     )
     launch = [
@@ -91,14 +90,14 @@ def test_two_ranks_stop_after_the_same_step_and_one_goes_on(
         "--nproc-per-node=2",
         "--",
         str(script),
-        *words,
+        *arguments,
     ]
-    mark = tmp_path / "stopped"
-    env = {**os.environ, "VOXLANE_STOPPED": str(mark)}
-    ended = subprocess.run(launch, capture_output=True, text=True, timeout=180, check=False, env=env)
+    marker = tmp_path / "stopped"
+    env = {**os.environ, "VOXLANE_STOPPED": str(marker)}
+    ended = subprocess.run(launch, capture_output=True, text=True, timeout=600, check=False, env=env)
     assert "stopped by SIGTERM" in ended.stderr, ended.stderr
-    assert mark.exists()
+    assert marker.exists()
     assert torch.load(run / "checkpoints/last.ckpt", weights_only=True)["global_step"] == 9
     train(data, str(run), {"devices": 1}, resume=True, progress=False)
-    assert difference(straight, run) < 1e-5
+    assert max_difference(straight, run) < 1e-5
     assert orders(run) == orders(straight)

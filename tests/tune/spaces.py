@@ -1,10 +1,10 @@
-"""Searches over tiny trainings."""
+"""Spaces of tiny trainings."""
 
 from __future__ import annotations
 
 from typing import Any
 
-SAID: dict[str, Any] = {
+FIELDS: dict[str, Any] = {
     "epochs": 4,
     "steps_per_epoch": 2,
     "batch": 2,
@@ -12,9 +12,9 @@ SAID: dict[str, Any] = {
     "validation": {"every_epochs": 1, "max_cases": 1},
     "optimizer": {"name": "adamw", "lr": {"loguniform": [0.0001, 0.1]}},
 }
-"""Fixed fields and one that is searched."""
+"""Fixed fields and one searched field."""
 
 
-def space(tune: dict[str, Any], **more: Any) -> dict[str, Any]:
-    """The values of a space file."""
-    return {**SAID, **more, "tune": tune}
+def space(tune: dict[str, Any], **fields: Any) -> dict[str, Any]:
+    """Return the values of a space file."""
+    return {**FIELDS, **fields, "tune": tune}

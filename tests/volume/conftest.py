@@ -1,4 +1,4 @@
-"""A tiny prepared dataset."""
+"""Fixtures with a tiny prepared dataset."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ from pathlib import Path
 
 import pytest
 
-from tests.volume import made
-from voxlane.volume.prepared import Prepared
+from tests.volume import sample_data
+from voxlane.volume.prepared_dataset import Prepared
 
 
 @pytest.fixture(scope="session")
 def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Six prepared CT cases, with labels 1 and 2, in patches of 16 voxels; not to be changed."""
+    """Return the folder of six prepared CT cases with labels 1 and 2 and a patch of 16 voxels. Do not change it."""
     root = tmp_path_factory.mktemp("tiny")
-    made.prepared(made.save(root / "scans", made.kits()), str(root / "data"))
+    sample_data.prepare_dataset(sample_data.write_folder(root / "scans", sample_data.make_kits19()), str(root / "data"))
     return root / "data"
 
 

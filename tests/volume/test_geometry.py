@@ -1,10 +1,11 @@
-"""The grid of a file, and the way to the anatomical axes and back."""
+"""The grid of a file, and the conversion to anatomical axes and back."""
 
 from __future__ import annotations
 
 import itertools
 import json
 import pickle
+from dataclasses import asdict
 
 import nibabel
 import numpy as np
@@ -12,34 +13,36 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from voxlane.volume.geometry import Geometry, along, furthest_mm, same_grid
+from voxlane.volume.geometry import Geometry, align_axes, describe_grid_difference, max_voxel_distance_mm
 
 SHAPE = (3, 4, 5)
 ORDERS = list(itertools.product(itertools.permutations(range(3)), itertools.product((1, -1), repeat=3)))
 
 
-def _affine(order: tuple[int, ...], signs: tuple[int, ...], tilt: float = 0.0, spacing=(0.7, 1.1, 2.5)) -> np.ndarray:
-    """An affine whose file axis i runs along anatomical axis order[i], turned by `tilt` radians about x."""
-    turn = np.array([[1, 0, 0], [0, np.cos(tilt), -np.sin(tilt)], [0, np.sin(tilt), np.cos(tilt)]])
+def _make_affine(
+    order: tuple[int, ...], signs: tuple[int, ...], tilt: float = 0.0, spacing=(0.7, 1.1, 2.5)
+) -> np.ndarray:
+    """Return an affine whose file axis i runs along anatomical axis order[i], rotated by `tilt` radians about x."""
+    rotation = np.array([[1, 0, 0], [0, np.cos(tilt), -np.sin(tilt)], [0, np.sin(tilt), np.cos(tilt)]])
     affine = np.eye(4)
-    for own, (axis, sign) in enumerate(zip(order, signs, strict=True)):
-        affine[:3, own] = turn[:, axis] * sign * spacing[own]
+    for file_axis, (axis, sign) in enumerate(zip(order, signs, strict=True)):
+        affine[:3, file_axis] = rotation[:, axis] * sign * spacing[file_axis]
     affine[:3, 3] = (-10, 20, 30)
     return affine
 
 
 @pytest.mark.parametrize(("order", "signs"), ORDERS)
-def test_canonical_is_nibabels_canonical_transposed(order: tuple[int, ...], signs: tuple[int, ...]) -> None:
-    affine = _affine(order, signs, tilt=0.2)
+def test_canonical_array_is_the_transpose_of_nibabel(order: tuple[int, ...], signs: tuple[int, ...]) -> None:
+    affine = _make_affine(order, signs, tilt=0.2)
     array = np.arange(60).reshape(SHAPE)
     expected = nibabel.as_closest_canonical(nibabel.Nifti1Image(array.astype(np.int16), affine))
     geometry = Geometry.of(SHAPE, affine)
-    turned = geometry.to_canonical(array)
-    np.testing.assert_array_equal(turned, np.asarray(expected.dataobj).transpose(2, 1, 0))
+    canonical = geometry.to_canonical(array)
+    np.testing.assert_array_equal(canonical, np.asarray(expected.dataobj).transpose(2, 1, 0))
     np.testing.assert_allclose(geometry.canonical_affine, expected.affine, atol=1e-6)
     np.testing.assert_allclose(geometry.spacing, expected.header.get_zooms()[::-1], rtol=1e-6)
-    assert geometry.canonical_shape == turned.shape
-    np.testing.assert_array_equal(geometry.from_canonical(turned), array)
+    assert geometry.canonical_shape == canonical.shape
+    np.testing.assert_array_equal(geometry.from_canonical(canonical), array)
 
 
 @given(
@@ -48,63 +51,63 @@ def test_canonical_is_nibabels_canonical_transposed(order: tuple[int, ...], sign
     st.floats(-0.7, 0.7),
     st.lists(st.integers(1, 3), max_size=2),
 )
-def test_the_way_back_loses_nothing(order_signs, shape: tuple[int, ...], tilt: float, lead: list[int]) -> None:
-    geometry = Geometry.of(shape, _affine(*order_signs, tilt=tilt))
+def test_from_canonical_restores_the_array(order_signs, shape: tuple[int, ...], tilt: float, lead: list[int]) -> None:
+    geometry = Geometry.of(shape, _make_affine(*order_signs, tilt=tilt))
     array = np.arange(int(np.prod([*lead, *shape]))).reshape(*lead, *shape)
-    turned = geometry.to_canonical(array)
-    assert turned.shape == (*lead, *geometry.canonical_shape)
-    np.testing.assert_array_equal(geometry.from_canonical(turned), array)
-    # A voxel keeps its place in space.
+    canonical = geometry.to_canonical(array)
+    assert canonical.shape == (*lead, *geometry.canonical_shape)
+    np.testing.assert_array_equal(geometry.from_canonical(canonical), array)
+    # A voxel keeps its position in space.
     x, y, z = (n - 1 for n in shape)
     value = array[(*[0] * len(lead), x, y, z)]
-    (at,) = np.argwhere(turned[(0,) * len(lead)] == value)
+    (index,) = np.argwhere(canonical[(0,) * len(lead)] == value)
     world = np.asarray(geometry.affine) @ (x, y, z, 1)
-    np.testing.assert_allclose(np.asarray(geometry.canonical_affine) @ (*at[::-1], 1), world, atol=1e-9)
+    np.testing.assert_allclose(np.asarray(geometry.canonical_affine) @ (*index[::-1], 1), world, atol=1e-9)
 
 
-def test_survives_json_and_pickle() -> None:
-    geometry = Geometry.of(SHAPE, _affine((2, 0, 1), (1, -1, 1), tilt=0.3))
-    assert geometry.spacing  # fills what is kept between calls
-    assert Geometry.from_dict(json.loads(json.dumps(geometry.to_dict()))) == geometry
+def test_geometry_survives_json_and_pickle() -> None:
+    geometry = Geometry.of(SHAPE, _make_affine((2, 0, 1), (1, -1, 1), tilt=0.3))
+    assert geometry.spacing  # fills the cached properties
+    assert Geometry.from_dict(json.loads(json.dumps(asdict(geometry)))) == geometry
     assert pickle.loads(pickle.dumps(geometry)) == geometry
-    assert hash(geometry) == hash(Geometry.from_dict(geometry.to_dict()))
+    assert hash(geometry) == hash(Geometry.from_dict(asdict(geometry)))
 
 
 @pytest.mark.parametrize(
-    ("affine", "said"),
+    ("affine", "message"),
     [
         (np.diag([1, 1, 0, 1]), "singular"),
         (np.diag([1, np.nan, 1, 1]), "not finite"),
         (np.array([[1, 1, 0, 0], [0, 0, 0, 0], [0, 0, 1, 0], [0, 0, 0, 1.0]]), "singular"),
     ],
 )
-def test_refuses_what_is_no_grid(affine: np.ndarray, said: str) -> None:
-    with pytest.raises(ValueError, match=said):
+def test_invalid_affines_are_rejected(affine: np.ndarray, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         Geometry.of(SHAPE, affine)
 
 
-def test_refuses_other_than_three_lengths() -> None:
-    with pytest.raises(ValueError, match="not three lengths"):
+def test_shape_needs_three_sizes() -> None:
+    with pytest.raises(ValueError, match="expected a shape of three positive sizes"):
         Geometry.of((3, 4), np.eye(4))
 
 
-def test_the_same_grid_along_other_axes_is_the_same() -> None:
-    a = Geometry.of((3, 4, 5), _affine((0, 1, 2), (1, 1, 1)))
+def test_reoriented_grids_are_equal() -> None:
+    a = Geometry.of((3, 4, 5), _make_affine((0, 1, 2), (1, 1, 1)))
     flipped = nibabel.Nifti1Image(np.zeros((3, 4, 5), np.int16), np.asarray(a.affine)).as_reoriented(
         np.array([[2, -1], [0, 1], [1, -1]])
     )
     b = Geometry.of(flipped.shape, flipped.affine)
     assert b.shape != a.shape
-    assert same_grid(a, b) is None
-    assert furthest_mm(a, b) < 1e-6
+    assert describe_grid_difference(a, b) is None
+    assert max_voxel_distance_mm(a, b) < 1e-6
 
 
-def _changed(**changes: np.ndarray | float) -> Geometry:
+def _make_geometry(**changes: np.ndarray | float) -> Geometry:
     affine = np.eye(4)
     if "spacing" in changes:
         affine[0, 0] = changes["spacing"]
     if "tilt" in changes:
-        affine = _affine((0, 1, 2), (1, 1, 1), tilt=changes["tilt"], spacing=(1, 1, 1))
+        affine = _make_affine((0, 1, 2), (1, 1, 1), tilt=changes["tilt"], spacing=(1, 1, 1))
         affine[:3, 3] = 0
     if "origin" in changes:
         affine[2, 3] = changes["origin"]
@@ -112,35 +115,35 @@ def _changed(**changes: np.ndarray | float) -> Geometry:
 
 
 @pytest.mark.parametrize(
-    ("other", "said"),
+    ("other", "message"),
     [
-        (_changed(spacing=1.5), "the spacings differ: 1 x 1 x 1 and 1 x 1 x 1.5 mm"),
-        (_changed(tilt=0.1), "the directions of the axes differ"),
-        (_changed(origin=7.5), "the origins differ: 0 x 0 x 0 and 0 x 0 x 7.5 mm"),
+        (_make_geometry(spacing=1.5), "the spacings differ: 1 x 1 x 1 and 1 x 1 x 1.5 mm"),
+        (_make_geometry(tilt=0.1), "the directions of the axes differ"),
+        (_make_geometry(origin=7.5), "the origins differ: 0 x 0 x 0 and 0 x 0 x 7.5 mm"),
         (Geometry.of((10, 10, 3), np.eye(4)), "the shapes differ: 10 x 10 x 10 and 3 x 10 x 10 voxels"),
     ],
 )
-def test_says_how_grids_differ(other: Geometry, said: str) -> None:
-    sentence = same_grid(_changed(), other)
-    assert sentence is not None
-    assert said in sentence
+def test_grid_differences_are_described(other: Geometry, message: str) -> None:
+    difference = describe_grid_difference(_make_geometry(), other)
+    assert difference is not None
+    assert message in difference
 
 
-def test_rounding_is_no_difference() -> None:
-    affine = _affine((2, 1, 0), (-1, -1, -1), tilt=0.1)
+def test_rounding_errors_are_tolerated() -> None:
+    affine = _make_affine((2, 1, 0), (-1, -1, -1), tilt=0.1)
     a = Geometry.of((121, 512, 512), affine)
     b = Geometry.of((121, 512, 512), affine.astype(np.float32))
     assert a != b
-    assert same_grid(a, b) is None
-    assert same_grid(a, b, tolerance_mm=0) is not None
-    assert same_grid(_changed(), _changed(origin=0.05), tolerance_mm=0.1) is None
+    assert describe_grid_difference(a, b) is None
+    assert describe_grid_difference(a, b, tolerance_mm=0) is not None
+    assert describe_grid_difference(_make_geometry(), _make_geometry(origin=0.05), tolerance_mm=0.1) is None
 
 
-def test_a_grid_at_45_degrees_matches_itself_after_rounding() -> None:
-    # The closest anatomical axis is then decided by the last bit.
-    a, b = (Geometry.of((6, 6, 6), _affine((0, 1, 2), (1, 1, 1), tilt=np.pi / 4 + e)) for e in (1e-7, -1e-7))
-    assert same_grid(a, b) is None
-    assert furthest_mm(a, b) < 1e-4
+def test_grid_at_45_degrees_matches_itself_after_rounding() -> None:
+    # At 45 degrees the last bit decides which anatomical axis is closest.
+    a, b = (Geometry.of((6, 6, 6), _make_affine((0, 1, 2), (1, 1, 1), tilt=np.pi / 4 + e)) for e in (1e-7, -1e-7))
+    assert describe_grid_difference(a, b) is None
+    assert max_voxel_distance_mm(a, b) < 1e-4
     array = np.arange(216).reshape(6, 6, 6)
-    np.testing.assert_array_equal(along(b.to_canonical(array), b, a), a.to_canonical(array))
-    np.testing.assert_array_equal(along(a.to_canonical(array), a, a), a.to_canonical(array))
+    np.testing.assert_array_equal(align_axes(b.to_canonical(array), b, a), a.to_canonical(array))
+    np.testing.assert_array_equal(align_axes(a.to_canonical(array), a, a), a.to_canonical(array))

@@ -1,4 +1,4 @@
-"""From scans to a prepared dataset: every layout, bad cases, cut off half-way, run again."""
+"""Preparing scans: all layouts, bad cases, interrupted runs, and repeated runs."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import gzip
 import json
 import os
 import signal
+import struct
 import subprocess
 import sys
 import textwrap
@@ -19,23 +20,24 @@ import pytest
 import zarr
 
 from tests.conftest import Bucket
-from tests.volume import made
+from tests.volume import sample_data
 from voxlane import settings
 from voxlane.errors import BadCasesError, ConfigError, LayoutError, NotFoundError, PermissionDeniedError, PreparedError
 from voxlane.testing import Access, Emulator
-from voxlane.volume.cases import Cases
-from voxlane.volume.planner import mlperf_kits19
+from voxlane.volume import prepare as preparing
+from voxlane.volume.case_volumes import Cases
+from voxlane.volume.planner import make_mlperf_plan
 from voxlane.volume.prepare import PrepareConfig, foreground_voxels, prepare
-from voxlane.volume.prepared import Prepared, fold_of
+from voxlane.volume.prepared_dataset import Prepared, fold_for_patient
 
 ROOT = Path(__file__).parents[2]
-CT_NOTHING = {"patch": [16, 16, 16], "spacing": [2.0, 1.0, 1.0], "normalisation": [{"scheme": "none"}]}
-"""A plan under which volumes hold the scans' own voxels."""
+UNNORMALISED_PLAN = {"patch": [16, 16, 16], "spacing": [2.0, 1.0, 1.0], "normalisation": [{"scheme": "none"}]}
+"""A plan whose volumes have the original voxels of the scans."""
 
 
 @pytest.fixture
 def scans(tmp_path: Path) -> str:
-    return made.save(tmp_path / "scans", made.kits())
+    return sample_data.write_folder(tmp_path / "scans", sample_data.make_kits19())
 
 
 @pytest.fixture
@@ -43,13 +45,13 @@ def dst(tmp_path: Path) -> Path:
     return tmp_path / "data"
 
 
-def volumes(dst: Path) -> dict[str, bytes]:
-    """What is in the volumes, without what depends on the place."""
-    return {name: body for name, body in made.files_of(dst).items() if name.startswith("cases/")}
+def read_volumes(dst: Path) -> dict[str, bytes]:
+    """Return the files of the volumes, without those that depend on the location."""
+    return {name: body for name, body in sample_data.read_files(dst).items() if name.startswith("cases/")}
 
 
-def canonical(objects: made.Objects, name: str) -> np.ndarray:
-    """A scan of a layout as (z, y, x) along the anatomical axes."""
+def read_canonical(objects: sample_data.Objects, name: str) -> np.ndarray:
+    """Return a scan of a layout as (z, y, x) along the anatomical axes."""
     image = nibabel.as_closest_canonical(nibabel.Nifti1Image.from_bytes(gzip.decompress(objects[name])))
     return np.asarray(image.dataobj).T
 
@@ -60,27 +62,29 @@ def canonical(objects: made.Objects, name: str) -> np.ndarray:
 @pytest.mark.parametrize(
     ("objects", "src", "channels", "targets", "values"),
     [
-        (made.kits(3), "", 1, ("kidney", "tumour"), {0, 1, 2}),
-        (made.msd(), "", 2, ("WT", "TC", "ET"), {0, 1, 2, 3}),
-        (made.nnunet(), "", 2, ("PZ", "TZ"), {0, 1, 2}),
-        (made.brats(2018), "", 4, ("WT", "TC", "ET"), {0, 1, 2, 4}),
-        (made.brats(2023), "", 4, ("WT", "TC", "ET"), {0, 1, 2, 3}),
-        (made.pairs("json"), "/list.json", 1, ("kidney", "tumour"), {0, 1, 2}),
-        (made.pairs("csv"), "/list.csv", 1, ("kidney", "tumour"), {0, 1, 2}),
+        (sample_data.make_kits19(3), "", 1, ("kidney", "tumour"), {0, 1, 2}),
+        (sample_data.make_msd(), "", 2, ("WT", "TC", "ET"), {0, 1, 2, 3}),
+        (sample_data.make_nnunet(), "", 2, ("PZ", "TZ"), {0, 1, 2}),
+        (sample_data.make_brats(2018), "", 4, ("WT", "TC", "ET"), {0, 1, 2, 4}),
+        (sample_data.make_brats(2023), "", 4, ("WT", "TC", "ET"), {0, 1, 2, 3}),
+        (sample_data.make_listed_pairs("json"), "/list.json", 1, ("kidney", "tumour"), {0, 1, 2}),
+        (sample_data.make_listed_pairs("csv"), "/list.csv", 1, ("kidney", "tumour"), {0, 1, 2}),
     ],
     ids=["kits19", "msd", "nnunet", "brats2018", "brats2023", "json", "csv"],
 )
-def test_every_layout(
+def test_all_layouts(
     tmp_path: Path, dst: Path, objects: Any, src: str, channels: int, targets: Any, values: set[int]
 ) -> None:
-    described = {"channels": ["CT"], "labels": {"background": 0, "kidney": 1, "tumour": 2}} if "csv" in src else {}
-    done = made.prepared(made.save(tmp_path / "scans", objects) + src, str(dst), description=described)
-    dataset = done.prepared
-    assert (done.checked, done.written, done.problems) == (3, 3, [])
+    description = {"channels": ["CT"], "labels": {"background": 0, "kidney": 1, "tumour": 2}} if "csv" in src else {}
+    result = sample_data.prepare_dataset(
+        sample_data.write_folder(tmp_path / "scans", objects) + src, str(dst), description=description
+    )
+    dataset = result.prepared
+    assert (result.cases_checked, result.cases_written, result.problems) == (3, 3, [])
     assert dataset.description.targets == targets
     cases = Cases(dataset)
     for row in range(3):
-        image, label = cases.open(row).whole()
+        image, label = cases.open(row).read_whole()
         assert image.shape == (channels, *label.shape)
         assert image.isfinite().all()
         assert {int(v) for v in label.unique()} == values
@@ -89,55 +93,70 @@ def test_every_layout(
     assert schemes == ({"ct"} if channels == 1 else {"zscore"})
 
 
-def test_brats_regions_by_their_numbering_and_patients_in_one_fold(tmp_path: Path) -> None:
-    old = made.prepared(made.save(tmp_path / "a", made.brats(2018)), str(tmp_path / "b")).prepared
+def test_brats_regions_and_patients_in_one_fold(tmp_path: Path) -> None:
+    old = sample_data.prepare_dataset(
+        sample_data.write_folder(tmp_path / "a", sample_data.make_brats(2018)), str(tmp_path / "b")
+    ).prepared
     assert old.description.target_values == ((1, 2, 4), (1, 4), (4,))
-    new = made.prepared(made.save(tmp_path / "c", made.brats(2023)), str(tmp_path / "d")).prepared
+    new = sample_data.prepare_dataset(
+        sample_data.write_folder(tmp_path / "c", sample_data.make_brats(2023)), str(tmp_path / "d")
+    ).prepared
     assert new.description.target_values == ((1, 2, 3), (1, 3), (3,))
     assert new.ids == ["BraTS-GLI-00000-000", "BraTS-GLI-00000-001", "BraTS-GLI-00001-000"]
     assert [new.case(i).patient for i in range(3)] == ["BraTS-GLI-00000"] * 2 + ["BraTS-GLI-00001"]
-    assert new.case(0).fold == new.case(1).fold == fold_of("BraTS-GLI-00000", 2)
-    msd = made.prepared(made.save(tmp_path / "e", made.msd()), str(tmp_path / "f")).prepared
+    assert new.case(0).fold == new.case(1).fold == fold_for_patient("BraTS-GLI-00000", 2)
+    msd = sample_data.prepare_dataset(
+        sample_data.write_folder(tmp_path / "e", sample_data.make_msd()), str(tmp_path / "f")
+    ).prepared
     assert msd.description.target_values == ((1, 2, 3), (2, 3), (3,))
 
 
-def test_brats_labels_of_another_year_are_bad_cases(tmp_path: Path, dst: Path) -> None:
-    objects = {name.replace("BraTS18", "B"): body for name, body in made.brats(2018).items()}
+def test_brats_labels_of_another_year_are_rejected(tmp_path: Path, dst: Path) -> None:
+    objects = {name.replace("BraTS18", "B"): body for name, body in sample_data.make_brats(2018).items()}
     names = {"_t1.": "-t1n.", "_t1ce.": "-t1c.", "_t2.": "-t2w.", "_flair.": "-t2f.", "_seg.": "-seg."}
-    for name, newer in names.items():
-        objects = {key.replace(name, newer): body for key, body in objects.items()}
+    for name, new_name in names.items():
+        objects = {key.replace(name, new_name): body for key, body in objects.items()}
     with pytest.raises(BadCasesError, match=r"no case can be used(.|\n)*number the enhancing tumour\s+4"):
-        made.prepared(made.save(tmp_path / "scans", objects), str(dst))
+        sample_data.prepare_dataset(sample_data.write_folder(tmp_path / "scans", objects), str(dst))
 
 
 def test_mlperf_recipe(tmp_path: Path, dst: Path) -> None:
-    objects = made.kits(2)
-    dataset = made.prepared(made.save(tmp_path / "scans", objects), str(dst), recipe="mlperf-kits19", plan={}).prepared
-    assert dataset.plan == mlperf_kits19()
+    objects = sample_data.make_kits19(2)
+    dataset = sample_data.prepare_dataset(
+        sample_data.write_folder(tmp_path / "scans", objects), str(dst), recipe="mlperf-kits19", plan={}
+    ).prepared
+    assert dataset.plan == make_mlperf_plan()
     assert dataset.case(0).fold == 0, "case_00000 is one of those that MLPerf scores"
     assert dataset.case(1).fold > 0
     assert dataset.case(0).shape == (128, 128, 128)
-    image, label = Cases(dataset).open(0).whole()
-    raw = canonical(objects, "case_00000/imaging.nii.gz")
+    image, label = Cases(dataset).open(0).read_whole()
+    raw = read_canonical(objects, "case_00000/imaging.nii.gz")
     low, high = (max(-79, raw.min()) - 101) / 76.9, (min(304, raw.max()) - 101) / 76.9
     assert low - 0.01 <= image.min() < image.max() <= high + 0.01
-    # A Hounsfield unit is stored as one integer: half of one is the most that rounding moves a voxel.
+    # Voxels are stored as integers in Hounsfield units, so rounding changes them by at most half a unit.
     grid = Cases(dataset).open(0).grid
     z, y, x = (p + n // 2 for p, n in zip(grid.pad, grid.shape, strict=True))
     assert label[z - 5 : z + 5, y - 5 : y + 5, x - 5 : x + 5].any()
-    for side in range(grid.pad[0]):  # the outermost slice, repeated
+    for side in range(grid.pad[0]):  # repetitions of the outermost slice
         np.testing.assert_array_equal(image[:, side], image[:, grid.pad[0]])
         np.testing.assert_array_equal(label[side], label[grid.pad[0]])
-    with pytest.raises(ConfigError, match="mlperf-kits19 is for one CT channel, this dataset has 2"):
-        made.prepared(made.save(tmp_path / "mr", made.msd()), str(tmp_path / "b"), recipe="mlperf-kits19", plan={})
+    with pytest.raises(ConfigError, match="mlperf-kits19 needs one CT channel, this dataset has 2"):
+        sample_data.prepare_dataset(
+            sample_data.write_folder(tmp_path / "mr", sample_data.make_msd()),
+            str(tmp_path / "b"),
+            recipe="mlperf-kits19",
+            plan={},
+        )
 
 
-# -- what is written ---------------------------------------------------------------------------------------------------
+# -- written files -----------------------------------------------------------------------------------------------------
 
 
-def test_anyones_zarr_reads_it(tmp_path: Path, dst: Path) -> None:
-    objects = made.kits(2)
-    dataset = made.prepared(made.save(tmp_path / "scans", objects), str(dst), plan=CT_NOTHING).prepared
+def test_zarr_python_reads_prepared_cases(tmp_path: Path, dst: Path) -> None:
+    objects = sample_data.make_kits19(2)
+    dataset = sample_data.prepare_dataset(
+        sample_data.write_folder(tmp_path / "scans", objects), str(dst), plan=UNNORMALISED_PLAN
+    ).prepared
     for row, case in enumerate(dataset.ids):
         group = zarr.open_group(str(dst / "cases" / f"{case}.zarr"), mode="r", zarr_format=3)
         assert sorted(group.array_keys()) == ["foreground", "image", "label"]
@@ -145,34 +164,34 @@ def test_anyones_zarr_reads_it(tmp_path: Path, dst: Path) -> None:
         assert (image.dtype, label.dtype, foreground.dtype) == (np.int16, np.uint8, np.int32)
         assert image.metadata.dimension_names == ("c", "z", "y", "x")
         assert label.metadata.dimension_names == ("z", "y", "x")
-        scan = canonical(objects, f"{case}/imaging.nii.gz")
-        truth = canonical(objects, f"{case}/segmentation.nii.gz")
-        said = dict(group.attrs)
-        values = image[...] * np.asarray(said["scale_factor"])[:, None, None, None]
-        values = values + np.asarray(said["add_offset"])[:, None, None, None]
+        scan = read_canonical(objects, f"{case}/imaging.nii.gz")
+        truth = read_canonical(objects, f"{case}/segmentation.nii.gz")
+        attributes = dict(group.attrs)
+        values = image[...] * np.asarray(attributes["scale_factor"])[:, None, None, None]
+        values = values + np.asarray(attributes["add_offset"])[:, None, None, None]
         np.testing.assert_allclose(values[0], scan, atol=0.5)
         np.testing.assert_array_equal(label[...], truth)
-        assert said["case"] == case
-        assert said["spacing"] == [2.0, 1.0, 1.0]
-        assert said["geometry"]["affine"] == made.AFFINE.tolist()
+        assert attributes["case"] == case
+        assert attributes["spacing"] == [2.0, 1.0, 1.0]
+        assert attributes["geometry"]["affine"] == sample_data.AFFINE.tolist()
         first_x, first_y = scan.shape[2] - 1, scan.shape[1] - 1
         expected = [[1, 0, 0, -first_x], [0, 1, 0, -first_y], [0, 0, 2, 0], [0, 0, 0, 1]]
-        np.testing.assert_allclose(said["affine"], expected, atol=1e-6)
+        np.testing.assert_allclose(attributes["affine"], expected, atol=1e-6)
         rows = foreground[...]
         np.testing.assert_array_equal(truth[tuple(rows[:, 1:].T)], rows[:, 0])
-        assert said == {name: dataset.case(row).volume[name] for name in said}
+        assert attributes == {name: dataset.case(row).volume[name] for name in attributes}
 
 
 def test_stored_ct_is_within_half_a_hounsfield_unit(tmp_path: Path, dst: Path) -> None:
-    objects = made.kits(2)
-    dataset = made.prepared(made.save(tmp_path / "scans", objects), str(dst)).prepared
-    (how,) = dataset.plan.normalisation
-    scan = canonical(objects, "case_00001/imaging.nii.gz").astype(np.float64)
-    found = Cases(dataset).open(1).whole()[0][0].double().numpy() * how.std + how.mean
-    assert np.abs(found - np.clip(scan, how.lower, how.upper)).max() <= 0.5 + 1e-3
+    objects = sample_data.make_kits19(2)
+    dataset = sample_data.prepare_dataset(sample_data.write_folder(tmp_path / "scans", objects), str(dst)).prepared
+    (normalisation,) = dataset.plan.normalisation
+    scan = read_canonical(objects, "case_00001/imaging.nii.gz").astype(np.float64)
+    actual = Cases(dataset).open(1).read_whole()[0][0].double().numpy() * normalisation.std + normalisation.mean
+    assert np.abs(actual - np.clip(scan, normalisation.lower, normalisation.upper)).max() <= 0.5 + 1e-3
 
 
-def test_the_foreground_index_holds_every_class_and_no_more_than_it_says() -> None:
+def test_foreground_index_has_every_class_and_is_limited() -> None:
     label = np.zeros((30, 30, 30), np.uint8)
     label[:15] = 1
     label[20, 20, 20] = 200
@@ -187,170 +206,174 @@ def test_the_foreground_index_holds_every_class_and_no_more_than_it_says() -> No
     assert foreground_voxels(np.zeros((3, 3, 3), np.uint8), "a").shape == (0, 4)
 
 
-def test_a_case_without_foreground_is_prepared_with_a_warning(tmp_path: Path, dst: Path) -> None:
-    objects = made.kits(3)
-    _, label = made.ct(1, (27, 24, 14))
-    objects["case_00001/segmentation.nii.gz"] = made.nifti(np.zeros_like(label))
-    done = made.prepared(made.save(tmp_path / "scans", objects), str(dst))
-    assert [(p.case, p.kind, p.fatal) for p in done.problems] == [("case_00001", "empty-foreground", False)]
-    volume = Cases(done.prepared).open(1)
+def test_case_without_foreground_gives_a_warning(tmp_path: Path, dst: Path) -> None:
+    objects = sample_data.make_kits19(3)
+    _, label = sample_data.make_ct(1, (27, 24, 14))
+    objects["case_00001/segmentation.nii.gz"] = sample_data.encode_nifti(np.zeros_like(label))
+    result = sample_data.prepare_dataset(sample_data.write_folder(tmp_path / "scans", objects), str(dst))
+    assert [(p.case, p.kind, p.fatal) for p in result.problems] == [("case_00001", "empty-foreground", False)]
+    volume = Cases(result.prepared).open(1)
     assert volume.foreground().shape == (0, 4)
-    assert not volume.whole()[1].any()
+    assert not volume.read_whole()[1].any()
 
 
 # -- bad input ---------------------------------------------------------------------------------------------------------
 
 
-def bad_kits() -> made.Objects:
-    """Six cases of which three cannot be used."""
-    objects = made.kits()
-    _, label = made.ct(0)
+def make_bad_kits19() -> sample_data.Objects:
+    """Return six cases, three of which cannot be used."""
+    objects = sample_data.make_kits19()
+    _, label = sample_data.make_ct(0)
     objects["case_00001/imaging.nii.gz"] = objects["case_00001/imaging.nii.gz"][:500]
-    objects["case_00003/segmentation.nii.gz"] = made.nifti(label[:, :, :3])
+    objects["case_00003/segmentation.nii.gz"] = sample_data.encode_nifti(label[:, :, :3])
     del objects["case_00004/segmentation.nii.gz"]
     return objects
 
 
-def test_bad_cases_fail_in_one_table_and_publish_nothing(tmp_path: Path, dst: Path) -> None:
-    src = made.save(tmp_path / "scans", bad_kits())
+def test_bad_cases_are_listed_and_nothing_is_published(tmp_path: Path, dst: Path) -> None:
+    src = sample_data.write_folder(tmp_path / "scans", make_bad_kits19())
     with pytest.raises(BadCasesError) as caught:
-        made.prepared(src, str(dst))
-    said = str(caught.value)
-    assert "3 of 6 cases cannot be used" in said
+        sample_data.prepare_dataset(src, str(dst))
+    message = str(caught.value)
+    assert "3 of 6 cases cannot be used" in message
     for case, kind in (("00001", "unreadable"), ("00003", "shape"), ("00004", "missing-label")):
-        assert any(f"case_{case}" in line and kind in line for line in said.splitlines())
-    assert "leave them out with bad_cases=exclude" in said
+        assert any(f"case_{case}" in line and kind in line for line in message.splitlines())
+    assert "exclude them with bad_cases=exclude" in message
     assert not (dst / "prepared.json").exists()
     assert not (dst / "cases").exists()
-    with pytest.raises(PreparedError, match="its preparation has not finished"):
+    with pytest.raises(PreparedError, match="preparation is incomplete"):
         Prepared.load(str(dst))
 
 
-def test_bad_cases_are_excluded_when_asked(tmp_path: Path, dst: Path) -> None:
-    src = made.save(tmp_path / "scans", bad_kits())
-    done = made.prepared(src, str(dst), bad_cases="exclude")
-    assert done.prepared.ids == ["case_00000", "case_00002", "case_00005"]
-    assert {p.case for p in done.problems} == {"case_00001", "case_00003", "case_00004"}
-    assert {e["case"] for e in done.prepared.source["excluded"]} == {"case_00001", "case_00003", "case_00004"}
-    good = made.kits()
-    made.save(tmp_path / "scans", {name: body for name, body in good.items() if bad_kits().get(name) != body})
-    again = made.prepared(src, str(dst), bad_cases="exclude")
-    assert (again.checked, len(again.prepared), again.problems) == (3, 6, [])
+def test_bad_cases_can_be_excluded(tmp_path: Path, dst: Path) -> None:
+    src = sample_data.write_folder(tmp_path / "scans", make_bad_kits19())
+    result = sample_data.prepare_dataset(src, str(dst), bad_cases="exclude")
+    assert result.prepared.ids == ["case_00000", "case_00002", "case_00005"]
+    assert {p.case for p in result.problems} == {"case_00001", "case_00003", "case_00004"}
+    assert {e["case"] for e in result.prepared.source["excluded"]} == {"case_00001", "case_00003", "case_00004"}
+    good = sample_data.make_kits19()
+    sample_data.write_folder(
+        tmp_path / "scans", {name: body for name, body in good.items() if make_bad_kits19().get(name) != body}
+    )
+    again = sample_data.prepare_dataset(src, str(dst), bad_cases="exclude")
+    assert (again.cases_checked, len(again.prepared), again.problems) == (3, 6, [])
 
 
-def test_no_good_case_at_all(tmp_path: Path, dst: Path) -> None:
-    objects = {name: body[:100] for name, body in made.kits(2).items()}
+def test_no_good_case(tmp_path: Path, dst: Path) -> None:
+    objects = {name: body[:100] for name, body in sample_data.make_kits19(2).items()}
     with pytest.raises(BadCasesError, match="no case can be used"):
-        made.prepared(made.save(tmp_path / "scans", objects), str(dst), bad_cases="exclude")
+        sample_data.prepare_dataset(
+            sample_data.write_folder(tmp_path / "scans", objects), str(dst), bad_cases="exclude"
+        )
     assert not (dst / "prepared.json").exists()
 
 
-def test_labels_told_after_a_failure_are_checked_anew(scans: str, dst: Path) -> None:
+def test_new_labels_are_checked_again_after_a_failure(scans: str, dst: Path) -> None:
     with pytest.raises(BadCasesError, match="label-values"):
-        made.prepared(scans, str(dst), description={"labels": {"background": 0, "kidney": 1}})
-    told = {"labels": {"background": 0, "kidney": 1, "cyst": 2}}
-    done = made.prepared(scans, str(dst), description=told)
-    assert (done.checked, done.prepared.description.targets) == (6, ("kidney", "cyst"))
+        sample_data.prepare_dataset(scans, str(dst), description={"labels": {"background": 0, "kidney": 1}})
+    overrides = {"labels": {"background": 0, "kidney": 1, "cyst": 2}}
+    result = sample_data.prepare_dataset(scans, str(dst), description=overrides)
+    assert (result.cases_checked, result.prepared.description.targets) == (6, ("kidney", "cyst"))
 
 
 def test_nothing_to_prepare(tmp_path: Path, dst: Path) -> None:
     (tmp_path / "empty").mkdir()
-    with pytest.raises(LayoutError, match="nothing is here"):
-        made.prepared(str(tmp_path / "empty"), str(dst))
+    with pytest.raises(LayoutError, match="the folder is empty"):
+        sample_data.prepare_dataset(str(tmp_path / "empty"), str(dst))
     assert not dst.exists()
     with pytest.raises(NotFoundError, match=r"not there/: no such folder\. Check its spelling"):
-        made.prepared(str(tmp_path / "not there"), str(dst))
+        sample_data.prepare_dataset(str(tmp_path / "not there"), str(dst))
 
 
-def test_source_and_destination_may_not_be_the_same(scans: str, tmp_path: Path) -> None:
-    before = made.files_of(tmp_path)
+def test_source_and_destination_must_differ(scans: str, tmp_path: Path) -> None:
+    before = sample_data.read_files(tmp_path)
     for same in (scans, scans + "/", f"file://{scans}", f"{scans}/../scans"):
         with pytest.raises(ConfigError, match="SRC and DST are the same"):
-            made.prepared(scans, same)
-    assert made.files_of(tmp_path) == before
+            sample_data.prepare_dataset(scans, same)
+    assert sample_data.read_files(tmp_path) == before
 
 
-def test_a_destination_inside_the_source(scans: str) -> None:
-    first = made.prepared(scans, f"{scans}/prepared")
-    again = made.prepared(scans, f"{scans}/prepared")
-    assert (again.checked, again.written, again.prepared) == (0, 0, first.prepared)
+def test_destination_inside_the_source(scans: str) -> None:
+    first = sample_data.prepare_dataset(scans, f"{scans}/prepared")
+    again = sample_data.prepare_dataset(scans, f"{scans}/prepared")
+    assert (again.cases_checked, again.cases_written, again.prepared) == (0, 0, first.prepared)
 
 
-@pytest.mark.skipif(not Path("/proc/self").exists(), reason="there is no folder that takes no files")
-def test_a_folder_that_takes_no_files(scans: str) -> None:
+@pytest.mark.skipif(not Path("/proc/self").exists(), reason="needs /proc, where no file can be created")
+def test_folder_without_write_access(scans: str) -> None:
     with pytest.raises(PermissionDeniedError, match=r"/proc/data/prepared\.json: cannot write here.*Choose a folder"):
-        made.prepared(scans, "/proc/data")
+        sample_data.prepare_dataset(scans, "/proc/data")
 
 
-def test_a_destination_that_is_a_file_or_below_one(scans: str, dst: Path) -> None:
+def test_destination_is_a_file_or_below_one(scans: str, dst: Path) -> None:
     dst.write_bytes(b"mine")
     for target in (dst, dst / "deeper"):
         with pytest.raises(PermissionDeniedError, match=r"cannot write here.*Choose a folder"):
-            made.prepared(scans, str(target))
+            sample_data.prepare_dataset(scans, str(target))
     assert dst.read_bytes() == b"mine"
 
 
-def test_a_bucket_that_takes_no_objects(gcs: Bucket, emulator: Emulator) -> None:
-    src = made.put(gcs, made.kits(2), "scans/")
+def test_bucket_without_write_access(gcs: Bucket, emulator: Emulator) -> None:
+    src = sample_data.upload(gcs, sample_data.make_kits19(2), "scans/")
     emulator.set_access(Access(denied_permissions=frozenset({"storage.objects.create"})))
     with pytest.raises(PermissionDeniedError, match="gs://bkt/data/"):
-        made.prepared(src, "gs://bkt/data", gcs.config)
+        sample_data.prepare_dataset(src, "gs://bkt/data", gcs.config)
 
 
-def test_a_full_disk(tmp_path: Path) -> None:
-    """No file may grow beyond some bytes, which is what a full disk looks like."""
-    made.save(tmp_path / "scans", made.kits(2))
+def test_full_disk(tmp_path: Path) -> None:
+    """A limit on the size of files simulates a full disk."""
+    sample_data.write_folder(tmp_path / "scans", sample_data.make_kits19(2))
     code = f"""
         import resource, signal, sys
-        from tests.volume import made
+        from tests.volume import sample_data
         from voxlane.errors import StoreError
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         resource.setrlimit(resource.RLIMIT_FSIZE, (3000, 3000))
         try:
-            made.prepared({str(tmp_path / "scans")!r}, {str(tmp_path / "data")!r})
+            sample_data.prepare_dataset({str(tmp_path / "scans")!r}, {str(tmp_path / "data")!r})
         except StoreError as error:
-            sys.exit(f"said: {{error}}")
+            sys.exit(f"reported: {{error}}")
         """
-    found = run(code)
-    assert found.returncode == 1
-    assert "said: file://" in found.stderr
-    assert "Traceback" not in found.stderr
-    with pytest.raises(PreparedError, match=r"has not finished|no prepared dataset"):
+    process = run_python(code)
+    assert process.returncode == 1
+    assert "reported: file://" in process.stderr
+    assert "Traceback" not in process.stderr
+    with pytest.raises(PreparedError, match=r"is incomplete|no prepared dataset"):
         Prepared.load(str(tmp_path / "data"))
-    assert made.prepared(str(tmp_path / "scans"), str(tmp_path / "data")).written == 2
+    assert sample_data.prepare_dataset(str(tmp_path / "scans"), str(tmp_path / "data")).cases_written == 2
 
 
 @pytest.mark.parametrize(
-    ("plan", "said"),
+    ("plan", "message"),
     [
         ({"patsh": [16, 16, 16]}, r"plan\.patsh: no such field.*Did you mean patch"),
         ({"patch": "big"}, r"plan\.patch: "),
         ({"patch": [16, 16]}, r"plan\.patch"),
         ({"patch": [16, 0, 16]}, r"plan\.patch\.1: .*greater than or equal to 1"),
-        ({"patch": [16, 16, 27]}, r"plan\.patch: .*Take \[16, 16, 28\]"),
+        ({"patch": [16, 16, 27]}, r"plan\.patch: .*Use \[16, 16, 28\]"),
         ({"spacing": [0, 1, 1]}, r"plan\.spacing\.0: .*greater than 0"),
         ({"batch": 0}, r"plan\.batch: "),
         ({"network": {"convs": 0}}, r"plan\.network\.convs"),
         ({"network": {"depth": 3}}, r"plan\.network\.depth: no such field"),
-        ({"network": {"features": [4]}}, r"plan\.network: .*one entry a resolution"),
+        ({"network": {"features": [4]}}, r"plan\.network: .*one entry per resolution"),
         ({"recipe": "mlperf-kits19"}, r"plan\.recipe: .*Set recipe=mlperf-kits19"),
-        ({"normalisation": [{"scheme": "zscore"}] * 4}, r"plan\.normalisation: 4 for 1 channels.*another dataset"),
+        ({"normalisation": [{"scheme": "zscore"}] * 4}, r"plan\.normalisation: 4 entries for 1 chan.*another dataset"),
     ],
 )
-def test_a_wrong_field_of_the_plan_is_named(tiny_folder: Path, dst: Path, plan: Any, said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
-        made.prepared(str(tiny_folder.parent / "scans"), str(dst), plan=plan)
+def test_errors_name_the_field_of_the_plan(tiny_folder: Path, dst: Path, plan: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        sample_data.prepare_dataset(str(tiny_folder.parent / "scans"), str(dst), plan=plan)
     assert not (dst / "prepared.json").exists()
 
 
-def test_a_plan_of_another_dataset(tmp_path: Path, tiny: Prepared, dst: Path) -> None:
-    src = made.save(tmp_path / "mr", made.msd())
+def test_plan_of_another_dataset(tmp_path: Path, tiny: Prepared, dst: Path) -> None:
+    src = sample_data.write_folder(tmp_path / "mr", sample_data.make_msd())
     with pytest.raises(ConfigError, match="this plan was made for another dataset"):
-        made.prepared(src, str(dst), plan=settings.plain(tiny.plan))
+        sample_data.prepare_dataset(src, str(dst), plan=settings.to_plain(tiny.plan))
 
 
-def test_wrong_fields_of_the_config_are_named() -> None:
-    for values, said in (
+def test_errors_name_the_field_of_the_config() -> None:
+    for values, message in (
         ({"folds": 1}, "folds: "),
         ({"bad_cases": "keep"}, "bad_cases: "),
         ({"memory_gb": 0}, "memory_gb: "),
@@ -358,167 +381,183 @@ def test_wrong_fields_of_the_config_are_named() -> None:
         ({"worker": 2}, "worker: no such field.*workers"),
         ({"workers": -1}, "workers: "),
     ):
-        with pytest.raises(ConfigError, match=said):
+        with pytest.raises(ConfigError, match=message):
             settings.build(PrepareConfig, values)
 
 
-def test_fields_of_the_plan_by_hand(tiny_folder: Path, tmp_path: Path) -> None:
+def test_plan_overrides(tiny_folder: Path, tmp_path: Path) -> None:
     scans = str(tiny_folder.parent / "scans")
-    plan = made.prepared(scans, str(tmp_path / "a"), plan={"patch": [16, 16, 16], "batch": 3}).prepared.plan
+    plan = sample_data.prepare_dataset(
+        scans, str(tmp_path / "a"), plan={"patch": [16, 16, 16], "batch": 3}
+    ).prepared.plan
     assert (plan.patch, plan.batch) == ((16, 16, 16), 3)
-    assert all(np.prod(plan.network.strides, axis=0) <= 4)  # the network follows the patch
-    plan = made.prepared(scans, str(tmp_path / "b"), plan={"network": {"convs": 1}}).prepared.plan
+    assert all(np.prod(plan.network.strides, axis=0) <= 4)  # the network is adapted to the patch
+    plan = sample_data.prepare_dataset(scans, str(tmp_path / "b"), plan={"network": {"convs": 1}}).prepared.plan
     assert plan.network.convs == 1
-    own = made.prepared(scans, str(tmp_path / "c"), plan={}).prepared.plan
-    assert own.network.strides == plan.network.strides
-    pinned = made.prepared(scans, str(tmp_path / "d"), plan=settings.plain(own)).prepared.plan
-    assert pinned == own
+    default_plan = sample_data.prepare_dataset(scans, str(tmp_path / "c"), plan={}).prepared.plan
+    assert default_plan.network.strides == plan.network.strides
+    explicit_plan = sample_data.prepare_dataset(
+        scans, str(tmp_path / "d"), plan=settings.to_plain(default_plan)
+    ).prepared.plan
+    assert explicit_plan == default_plan
 
 
-# -- again -------------------------------------------------------------------------------------------------------------
+# -- repeated runs -----------------------------------------------------------------------------------------------------
 
 
-def test_a_second_run_writes_nothing(scans: str, dst: Path) -> None:
-    first = made.prepared(scans, str(dst))
+def test_second_run_writes_nothing(scans: str, dst: Path) -> None:
+    first = sample_data.prepare_dataset(scans, str(dst))
     before = {p: p.stat().st_mtime_ns for p in dst.rglob("*") if p.is_file()}
-    second = made.prepared(scans, str(dst))
-    assert (second.checked, second.written) == (0, 0)
+    second = sample_data.prepare_dataset(scans, str(dst))
+    assert (second.cases_checked, second.cases_written) == (0, 0)
     assert second.prepared == first.prepared
     assert {p: p.stat().st_mtime_ns for p in dst.rglob("*") if p.is_file()} == before
 
 
-def test_a_changed_case_alone_is_done_again(scans: str, dst: Path) -> None:
-    plan = CT_NOTHING  # a CT's normalisation otherwise follows the intensities of all cases
-    first = made.prepared(scans, str(dst), plan=plan).prepared
-    image, label = made.ct(99, (28, 24, 15))
-    made.save(Path(scans), {"case_00002/imaging.nii.gz": made.nifti(image)})
-    made.save(Path(scans), {"case_00002/segmentation.nii.gz": made.nifti(label)})
-    before = volumes(dst)
-    second = made.prepared(scans, str(dst), plan=plan)
-    assert (second.checked, second.written) == (1, 1)
-    changed = {name.split("/")[1] for name, body in volumes(dst).items() if before.get(name) != body}
+def test_only_a_changed_case_is_prepared_again(scans: str, dst: Path) -> None:
+    plan = UNNORMALISED_PLAN  # the normalisation of a CT would depend on the intensities of all cases
+    first = sample_data.prepare_dataset(scans, str(dst), plan=plan).prepared
+    image, label = sample_data.make_ct(99, (28, 24, 15))
+    sample_data.write_folder(Path(scans), {"case_00002/imaging.nii.gz": sample_data.encode_nifti(image)})
+    sample_data.write_folder(Path(scans), {"case_00002/segmentation.nii.gz": sample_data.encode_nifti(label)})
+    before = read_volumes(dst)
+    second = sample_data.prepare_dataset(scans, str(dst), plan=plan)
+    assert (second.cases_checked, second.cases_written) == (1, 1)
+    changed = {name.split("/")[1] for name, body in read_volumes(dst).items() if before.get(name) != body}
     assert changed == {"case_00002.zarr"}
-    np.testing.assert_array_equal(Cases(second.prepared).open(2).whole()[0][0], nib_canonical(image))
+    np.testing.assert_array_equal(Cases(second.prepared).open(2).read_whole()[0][0], to_canonical(image))
     assert second.prepared.digest != first.digest
 
 
-def nib_canonical(array: np.ndarray) -> np.ndarray:
-    return np.asarray(nibabel.as_closest_canonical(nibabel.Nifti1Image(array, made.AFFINE)).dataobj).T
+def to_canonical(array: np.ndarray) -> np.ndarray:
+    return np.asarray(nibabel.as_closest_canonical(nibabel.Nifti1Image(array, sample_data.AFFINE)).dataobj).T
 
 
-def test_cases_that_come_and_go_leave_the_folds_of_the_others(scans: str, dst: Path) -> None:
-    first = made.prepared(scans, str(dst), plan=CT_NOTHING).prepared
+def test_added_and_removed_cases_keep_the_folds_of_others(scans: str, dst: Path) -> None:
+    first = sample_data.prepare_dataset(scans, str(dst), plan=UNNORMALISED_PLAN).prepared
     folds = {first.case(i).id: first.case(i).fold for i in range(6)}
-    made.save(Path(scans), made.kits(2, first=6))
+    sample_data.write_folder(Path(scans), sample_data.make_kits19(2, first=6))
     for file in Path(scans, "case_00001").iterdir():
         file.unlink()
-    done = made.prepared(scans, str(dst), plan=CT_NOTHING)
-    assert (done.checked, done.written) == (2, 2)
-    assert done.prepared.ids == [f"case_{n:05d}" for n in (0, 2, 3, 4, 5, 6, 7)]
-    found = {done.prepared.case(i).id: done.prepared.case(i).fold for i in range(7)}
-    assert {case: fold for case, fold in found.items() if case in folds} == {c: folds[c] for c in found if c in folds}
+    result = sample_data.prepare_dataset(scans, str(dst), plan=UNNORMALISED_PLAN)
+    assert (result.cases_checked, result.cases_written) == (2, 2)
+    assert result.prepared.ids == [f"case_{n:05d}" for n in (0, 2, 3, 4, 5, 6, 7)]
+    actual = {result.prepared.case(i).id: result.prepared.case(i).fold for i in range(7)}
+    assert {case: fold for case, fold in actual.items() if case in folds} == {c: folds[c] for c in actual if c in folds}
     with pytest.raises(PreparedError):
         Prepared.load(f"{dst}/cases")
 
 
-def test_another_plan_and_back(scans: str, dst: Path) -> None:
-    """The volumes of the first plan were written over by the second: its notes hold no longer."""
-    first = made.prepared(scans, str(dst), plan=CT_NOTHING)
-    before = volumes(dst)
-    coarse = made.prepared(scans, str(dst), plan={**CT_NOTHING, "spacing": [4.0, 2.0, 2.0]})
-    assert (coarse.checked, coarse.written) == (0, 6)
-    back = made.prepared(scans, str(dst), plan=CT_NOTHING)
-    assert (back.checked, back.written) == (0, 6)
-    after = volumes(dst)
+def test_change_of_plan_and_back(scans: str, dst: Path) -> None:
+    """The second plan overwrites the volumes of the first, so the records of the first become invalid."""
+    first = sample_data.prepare_dataset(scans, str(dst), plan=UNNORMALISED_PLAN)
+    before = read_volumes(dst)
+    coarse = sample_data.prepare_dataset(scans, str(dst), plan={**UNNORMALISED_PLAN, "spacing": [4.0, 2.0, 2.0]})
+    assert (coarse.cases_checked, coarse.cases_written) == (0, 6)
+    restored = sample_data.prepare_dataset(scans, str(dst), plan=UNNORMALISED_PLAN)
+    assert (restored.cases_checked, restored.cases_written) == (0, 6)
+    after = read_volumes(dst)
     assert {name: after[name] for name in before} == before
-    assert back.prepared.plan == first.prepared.plan
+    assert restored.prepared.plan == first.prepared.plan
     for row in range(6):
-        Cases(back.prepared).open(row).whole()
+        Cases(restored.prepared).open(row).read_whole()
 
 
-def test_what_the_volumes_do_not_depend_on_does_not_write_them(scans: str, dst: Path) -> None:
-    made.prepared(scans, str(dst))
-    done = made.prepared(
-        scans, str(dst), plan={**made.PLAN, "batch": 7, "network": {"convs": 1}}, folds=3, description={"name": "mine"}
+def test_unrelated_settings_do_not_rewrite_volumes(scans: str, dst: Path) -> None:
+    sample_data.prepare_dataset(scans, str(dst))
+    result = sample_data.prepare_dataset(
+        scans,
+        str(dst),
+        plan={**sample_data.PLAN, "batch": 7, "network": {"convs": 1}},
+        folds=3,
+        description={"name": "mine"},
     )
-    assert (done.checked, done.written) == (0, 0)
-    assert (done.prepared.plan.batch, done.prepared.folds, done.prepared.description.name) == (7, 3, "mine")
+    assert (result.cases_checked, result.cases_written) == (0, 0)
+    assert (result.prepared.plan.batch, result.prepared.folds, result.prepared.description.name) == (7, 3, "mine")
 
 
-def test_damaged_notes_are_made_anew(scans: str, dst: Path) -> None:
-    made.prepared(scans, str(dst))
+def test_cases_with_damaged_records_are_prepared_again(scans: str, dst: Path) -> None:
+    sample_data.prepare_dataset(scans, str(dst))
     for note in (dst / "work").rglob("case_00003*.json"):
         note.write_bytes(b"{")
-    done = made.prepared(scans, str(dst))
-    assert (done.checked, done.written) == (1, 1)
+    result = sample_data.prepare_dataset(scans, str(dst))
+    assert (result.cases_checked, result.cases_written) == (1, 1)
 
 
-def test_two_workers_write_the_same_bytes_as_one(scans: str, dst: Path, tmp_path: Path) -> None:
-    made.prepared(scans, str(dst))
-    done = made.prepared(scans, str(tmp_path / "two"), workers=2)
-    assert (done.checked, done.written) == (6, 6)
-    assert volumes(tmp_path / "two") == volumes(dst)
-    assert json.loads((tmp_path / "two" / "prepared.json").read_text())["fingerprint"] == done.prepared.fingerprint
-    one = Prepared.load(str(dst))
-    assert (one.plan, one.fingerprint, one.ids) == (done.prepared.plan, done.prepared.fingerprint, done.prepared.ids)
+def test_number_of_workers_does_not_change_bytes(scans: str, dst: Path, tmp_path: Path) -> None:
+    sample_data.prepare_dataset(scans, str(dst))
+    result = sample_data.prepare_dataset(scans, str(tmp_path / "two"), workers=2)
+    assert (result.cases_checked, result.cases_written) == (6, 6)
+    assert read_volumes(tmp_path / "two") == read_volumes(dst)
+    assert json.loads((tmp_path / "two" / "prepared.json").read_text())["fingerprint"] == result.prepared.fingerprint
+    one_worker = Prepared.load(str(dst))
+    assert (one_worker.plan, one_worker.fingerprint, one_worker.ids) == (
+        result.prepared.plan,
+        result.prepared.fingerprint,
+        result.prepared.ids,
+    )
 
 
-def run(code: str) -> subprocess.CompletedProcess[str]:
+def run_python(code: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-c", textwrap.dedent(code)]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=150, check=False)
 
 
-def test_a_run_that_is_killed_goes_on(scans: str, dst: Path, tmp_path: Path) -> None:
-    for number in range(3, 6):  # slow enough to be killed half-way
-        image, label = made.ct(number, (112, 112, 48))
-        made.save(Path(scans, f"case_{number:05d}"), {"imaging.nii.gz": made.nifti(image)})
-        made.save(Path(scans, f"case_{number:05d}"), {"segmentation.nii.gz": made.nifti(label)})
-    code = f"from tests.volume import made; made.prepared({scans!r}, {str(dst)!r})"
+def test_killed_run_resumes(scans: str, dst: Path, tmp_path: Path) -> None:
+    for number in range(3, 6):  # slow enough to be killed halfway
+        image, label = sample_data.make_ct(number, (112, 112, 48))
+        sample_data.write_folder(Path(scans, f"case_{number:05d}"), {"imaging.nii.gz": sample_data.encode_nifti(image)})
+        sample_data.write_folder(
+            Path(scans, f"case_{number:05d}"), {"segmentation.nii.gz": sample_data.encode_nifti(label)}
+        )
+    code = f"from tests.volume import sample_data; sample_data.prepare_dataset({scans!r}, {str(dst)!r})"
     process = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT)
-    wanted, deadline = 2, time.monotonic() + 60
-    while len(list((dst / "work" / "write").glob("*.json"))) < wanted:
+    min_cases_written, deadline = 2, time.monotonic() + 150
+    while len(list((dst / "work" / "write").glob("*.json"))) < min_cases_written:
         assert time.monotonic() < deadline
         assert process.poll() is None
         time.sleep(0.001)
     process.send_signal(signal.SIGKILL)
     process.wait()
-    checked, written = (len(list((dst / "work" / stage).glob("*.json"))) for stage in ("check", "write"))
-    assert checked == 6
-    assert wanted <= written < 6
-    with pytest.raises(PreparedError, match=r"has not finished\. Run the same voxlane prepare again: it goes on"):
+    cases_checked, cases_written = (len(list((dst / "work" / stage).glob("*.json"))) for stage in ("check", "write"))
+    assert cases_checked == 6
+    assert min_cases_written <= cases_written < 6
+    with pytest.raises(PreparedError, match=r"is incomplete\. Run the same voxlane prepare again; it will resume"):
         Prepared.load(str(dst))
-    done = made.prepared(scans, str(dst))
-    assert (done.checked, done.written) == (6 - checked, 6 - written)
-    whole = made.prepared(scans, str(tmp_path / "whole"))
-    assert volumes(dst) == volumes(tmp_path / "whole")
-    assert done.prepared.plan == whole.prepared.plan
+    result = sample_data.prepare_dataset(scans, str(dst))
+    assert (result.cases_checked, result.cases_written) == (6 - cases_checked, 6 - cases_written)
+    full = sample_data.prepare_dataset(scans, str(tmp_path / "whole"))
+    assert read_volumes(dst) == read_volumes(tmp_path / "whole")
+    assert result.prepared.plan == full.prepared.plan
 
 
-# -- places ------------------------------------------------------------------------------------------------------------
+# -- locations ---------------------------------------------------------------------------------------------------------
 
 
-def test_from_and_to_every_kind_of_bucket(shared_bucket: Bucket, scans: str, tmp_path: Path) -> None:
+def test_all_kinds_of_buckets(shared_bucket: Bucket, scans: str, tmp_path: Path) -> None:
     bucket = shared_bucket
-    src = made.put(bucket, made.kits(3), "my scans/")
-    there = made.prepared(src, f"{bucket.uri}/data/", bucket.config)
-    assert (there.checked, there.written) == (3, 3)
-    assert there.prepared.uri == f"{bucket.uri}/data"
-    again = made.prepared(src, f"{bucket.uri}/data", bucket.config)
-    assert (again.checked, again.written, again.prepared) == (0, 0, there.prepared)
-    here = made.prepared(src, str(tmp_path / "out"), bucket.config).prepared
+    src = sample_data.upload(bucket, sample_data.make_kits19(3), "my scans/")
+    in_bucket = sample_data.prepare_dataset(src, f"{bucket.uri}/data/", bucket.config)
+    assert (in_bucket.cases_checked, in_bucket.cases_written) == (3, 3)
+    assert in_bucket.prepared.uri == f"{bucket.uri}/data"
+    again = sample_data.prepare_dataset(src, f"{bucket.uri}/data", bucket.config)
+    assert (again.cases_checked, again.cases_written, again.prepared) == (0, 0, in_bucket.prepared)
+    on_disk = sample_data.prepare_dataset(src, str(tmp_path / "out"), bucket.config).prepared
     for row in range(3):
-        for one, other in zip(Cases(there.prepared).open(row).whole(), Cases(here).open(row).whole(), strict=True):
-            np.testing.assert_array_equal(one, other)
-    # A volume whose object is gone is written again.
+        for array, expected in zip(
+            Cases(in_bucket.prepared).open(row).read_whole(), Cases(on_disk).open(row).read_whole(), strict=True
+        ):
+            np.testing.assert_array_equal(array, expected)
+    # A volume with a missing object is written again.
     bucket.store.delete(bucket.key("data/cases/case_00001.zarr/label/c/0/0/0"))
-    mended = made.prepared(src, f"{bucket.uri}/data", bucket.config)
-    assert (mended.checked, mended.written) == (0, 1)
-    Cases(mended.prepared).open(1).whole()
+    repaired = sample_data.prepare_dataset(src, f"{bucket.uri}/data", bucket.config)
+    assert (repaired.cases_checked, repaired.cases_written) == (0, 1)
+    Cases(repaired.prepared).open(1).read_whole()
 
 
-def test_to_the_root_of_a_bucket_from_a_folder(gcs: Bucket, scans: str) -> None:
-    dataset = made.prepared(scans, "gs://bkt", gcs.config).prepared
-    Cases(dataset).open(0).whole()
+def test_destination_is_the_root_of_a_bucket(gcs: Bucket, scans: str) -> None:
+    dataset = sample_data.prepare_dataset(scans, "gs://bkt", gcs.config).prepared
+    Cases(dataset).open(0).read_whole()
     assert Prepared.load("gs://bkt/", gcs.config).ids == dataset.ids
 
 
@@ -527,54 +566,79 @@ def test_ids_with_odd_characters(bucket: Bucket, tmp_path: Path) -> None:
     rows = [{"image": "case_00000/imaging.nii.gz", "label": "case_00000/segmentation.nii.gz", "id": i} for i in ids]
     description = {"channels": ["CT"], "labels": {"background": 0, "kidney": 1, "tumour": 2}}
     document = {"description": description, "cases": rows}
-    src = made.save(tmp_path / "scans", made.kits(1) | {"list.json": json.dumps(document).encode()})
-    for times in (len(ids), 0):
-        done = made.prepared(f"{src}/list.json", f"{bucket.uri}/data", bucket.config)
-        assert (done.checked, done.written) == (times, times)
-    assert done.prepared.ids == sorted(ids)
-    cases = Cases(done.prepared)
+    src = sample_data.write_folder(
+        tmp_path / "scans", sample_data.make_kits19(1) | {"list.json": json.dumps(document).encode()}
+    )
+    for expected_count in (len(ids), 0):
+        result = sample_data.prepare_dataset(f"{src}/list.json", f"{bucket.uri}/data", bucket.config)
+        assert (result.cases_checked, result.cases_written) == (expected_count, expected_count)
+    assert result.prepared.ids == sorted(ids)
+    cases = Cases(result.prepared)
     for row, case in enumerate(sorted(ids)):
         assert cases.open(row).case.volume["case"] == case
-        assert cases.open(row).whole()[1].any()
+        assert cases.open(row).read_whole()[1].any()
 
 
-def test_progress_is_shown_when_asked(scans: str, dst: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    prepare(scans, str(dst), made.how(), progress=False)
+def test_progress_is_optional(scans: str, dst: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    prepare(scans, str(dst), sample_data.prepare_config(), progress=False)
     assert capsys.readouterr().err == ""
-    prepare(scans, str(dst), made.how(), progress=True)
-    said = capsys.readouterr().err
-    assert "checking: 100%" in said
-    assert "preparing: 100%" in said
+    prepare(scans, str(dst), sample_data.prepare_config(), progress=True)
+    message = capsys.readouterr().err
+    assert "checking: 100%" in message
+    assert "preparing: 100%" in message
 
 
 @pytest.mark.skipif(not Path("/proc/self").exists(), reason="workers are found in /proc")
-def test_a_worker_that_is_killed_says_to_use_fewer(tmp_path: Path, dst: Path) -> None:
-    scans = made.save(tmp_path / "scans", made.kits(60))
-    code = f"from tests.volume import made; made.prepared({scans!r}, {str(dst)!r}, workers=2)"
+def test_killed_worker_error_suggests_fewer_workers(tmp_path: Path, dst: Path) -> None:
+    scans = sample_data.write_folder(tmp_path / "scans", sample_data.make_kits19(60))
+    code = f"from tests.volume import sample_data; sample_data.prepare_dataset({scans!r}, {str(dst)!r}, workers=2)"
     process = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stderr=subprocess.PIPE, text=True)
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 150
     while not any(dst.glob("work/check/*")):
         assert time.monotonic() < deadline
         time.sleep(0.002)
-    os.kill(spawned_by(process.pid)[0], signal.SIGKILL)
-    _, said = process.communicate(timeout=60)
+    os.kill(list_workers(process.pid)[0], signal.SIGKILL)
+    _, message = process.communicate(timeout=150)
     assert process.returncode == 1
-    assert "a worker process was killed, most likely for want of memory. Run the same command with fewer" in said
-    done = made.prepared(scans, str(dst))
-    assert len(done.prepared) == 60
+    assert "a worker process was killed, most likely because memory ran out. Run the same command with fewer" in message
+    result = sample_data.prepare_dataset(scans, str(dst))
+    assert len(result.prepared) == 60
 
 
-def spawned_by(pid: int) -> list[int]:
-    """Worker processes of `pid`; not what keeps track of their shared memory."""
+def die_while_sending(name: str) -> dict[str, Any]:
+    """Die in the middle of sending a result, with the lock of the pool's queue, if `name` is "victim"."""
+    if name == "victim":
+        frame = sys._getframe()
+        while "result_queue" not in frame.f_locals:
+            assert frame.f_back is not None
+            frame = frame.f_back
+        queue = frame.f_locals["result_queue"]
+        queue._wlock.acquire()
+        os.write(queue._writer.fileno(), struct.pack("!i", 1000) + b"part")
+        os.kill(os.getpid(), signal.SIGKILL)
+    return {"name": name}
+
+
+def test_a_worker_killed_while_it_sends_a_result_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preparing, "_CHECK_WORKERS_S", 0.2)
+    tasks: Any = {name: name for name in ("victim", *map(str, range(20)))}
+    with preparing._Workers(2, False) as workers, pytest.raises(PreparedError, match="a worker process was killed"):
+        list(workers._results(die_while_sending, tasks))  # type: ignore[arg-type]
+
+
+def list_workers(pid: int) -> list[int]:
+    """Return the worker processes of `pid`, without the tracker of their shared memory."""
     children = [
         int(child) for file in Path(f"/proc/{pid}/task").glob("*/children") for child in file.read_text().split()
     ]
     return [child for child in children if b"spawn_main" in Path(f"/proc/{child}/cmdline").read_bytes()]
 
 
-def test_another_dataset_is_not_written_over(tmp_path: Path, dst: Path) -> None:
-    made.prepared(made.save(tmp_path / "scans", made.kits(2)), str(dst))
+def test_another_dataset_is_not_overwritten(tmp_path: Path, dst: Path) -> None:
+    sample_data.prepare_dataset(sample_data.write_folder(tmp_path / "scans", sample_data.make_kits19(2)), str(dst))
     before = (dst / "prepared.json").read_bytes()
-    with pytest.raises(PreparedError, match=r"prepared from .*scans/, is here. Choose another DST"):
-        made.prepared(made.save(tmp_path / "others", made.kits(2, first=7)), str(dst))
+    with pytest.raises(PreparedError, match=r"DST already holds .*, prepared from .*scans/. Choose another DST"):
+        sample_data.prepare_dataset(
+            sample_data.write_folder(tmp_path / "others", sample_data.make_kits19(2, first=7)), str(dst)
+        )
     assert (dst / "prepared.json").read_bytes() == before

@@ -1,4 +1,4 @@
-"""Resampling equals scipy's, and the rules of nnU-Net and MLPerf."""
+"""Resampling matches scipy and follows the rules of nnU-Net and MLPerf."""
 
 from __future__ import annotations
 
@@ -16,37 +16,37 @@ from voxlane.volume.plan import Triple
 _SIZES = st.tuples(*[st.integers(1, 24)] * 3)
 
 
-def _zoom(volume: np.ndarray, shape: Triple, order: int) -> np.ndarray:
+def _zoom_with_scipy(volume: np.ndarray, shape: Triple, order: int) -> np.ndarray:
     factors = [new / old for new, old in zip(shape, volume.shape, strict=True)]
     return scipy.ndimage.zoom(volume.astype(np.float64), factors, order=order, mode="nearest", grid_mode=True)
 
 
-def _blobs(shape: Triple, values: int, seed: int) -> np.ndarray:
+def _make_blobs(shape: Triple, values: int, seed: int) -> np.ndarray:
     field = scipy.ndimage.gaussian_filter(np.random.default_rng(seed).normal(size=shape), 1.5)
     return np.digitize(field, np.quantile(field, np.linspace(0.5, 1, values)[:-1])).astype(np.uint8)
 
 
 @given(_SIZES, _SIZES, st.integers(0, 99))
 @hypothesis_settings(max_examples=60, deadline=None)
-def test_splines_equal_scipys(old: Triple, new: Triple, seed: int) -> None:
+def test_splines_match_scipy(old: Triple, new: Triple, seed: int) -> None:
     image = np.random.default_rng(seed).normal(size=(2, *old)).astype(np.float32)
     resized = resample.to_shape(image, new)
     assert resized.dtype == np.float32
-    for channel, got in zip(image, resized, strict=True):
-        expected = np.clip(_zoom(channel, new, 3), channel.min(), channel.max())
-        np.testing.assert_allclose(got, expected, atol=5e-6)
+    for channel, actual in zip(image, resized, strict=True):
+        expected = np.clip(_zoom_with_scipy(channel, new, 3), channel.min(), channel.max())
+        np.testing.assert_allclose(actual, expected, atol=5e-6)
 
 
-def test_long_axes_cross_the_blocks() -> None:
+def test_axes_longer_than_a_block() -> None:
     image = np.random.default_rng(0).normal(size=(1, 3, 300, 5)).astype(np.float32)
     for shape in ((3, 411, 5), (3, 97, 5)):
-        expected = np.clip(_zoom(image[0], shape, 3), image.min(), image.max())
+        expected = np.clip(_zoom_with_scipy(image[0], shape, 3), image.min(), image.max())
         np.testing.assert_allclose(resample.to_shape(image, shape)[0], expected, atol=5e-6)
 
 
 @pytest.mark.parametrize("axis", [0, 1, 2])
 @pytest.mark.parametrize("slices", [4, 15])
-def test_the_coarse_axis_takes_the_nearest_slice(axis: int, slices: int) -> None:
+def test_coarse_axis_uses_the_nearest_slice(axis: int, slices: int) -> None:
     old, new = [16, 18, 20], [22, 13, 25]
     old[axis], new[axis] = 9, slices
     image = np.random.default_rng(1).normal(size=(1, *old)).astype(np.float32)
@@ -60,46 +60,46 @@ def test_the_coarse_axis_takes_the_nearest_slice(axis: int, slices: int) -> None
         np.testing.assert_allclose(np.take(resized[0], index, axis=axis), expected, atol=5e-6)
 
 
-def test_which_axis_is_coarse() -> None:
-    assert resample.coarse_axis((5, 0.8, 0.8), (1, 1, 1)) == 0
-    assert resample.coarse_axis((0.8, 5, 0.8), (1, 1, 1)) == 1
-    assert resample.coarse_axis((1, 1, 1), (1, 1, 3.5)) == 2
-    assert resample.coarse_axis((3, 1, 1), (1, 1, 1)) is None, "three times is not more than three times"
-    assert resample.coarse_axis((0.2, 1, 1), (5, 1, 1)) is None, "two coarse axes are not one"
+def test_find_coarse_axis() -> None:
+    assert resample.find_coarse_axis((5, 0.8, 0.8), (1, 1, 1)) == 0
+    assert resample.find_coarse_axis((0.8, 5, 0.8), (1, 1, 1)) == 1
+    assert resample.find_coarse_axis((1, 1, 1), (1, 1, 3.5)) == 2
+    assert resample.find_coarse_axis((3, 1, 1), (1, 1, 1)) is None, "three times is not more than three times"
+    assert resample.find_coarse_axis((0.2, 1, 1), (5, 1, 1)) is None, "two coarse axes are not one"
 
 
-def test_the_new_grid_covers_the_old_one() -> None:
-    assert resample.new_shape((100, 512, 512), (3.0, 0.78, 0.78), (1.6, 1.2, 1.2)) == (188, 333, 333)
-    assert resample.new_shape((100, 512, 512), (3.0, 0.78, 0.78), (1.6, 1.2, 1.2), "mlperf") == (187, 332, 332)
-    assert resample.new_shape((1, 1, 1), (0.1, 0.1, 0.1), (1, 1, 1)) == (1, 1, 1)
+def test_compute_new_shape() -> None:
+    assert resample.compute_new_shape((100, 512, 512), (3.0, 0.78, 0.78), (1.6, 1.2, 1.2)) == (188, 333, 333)
+    assert resample.compute_new_shape((100, 512, 512), (3.0, 0.78, 0.78), (1.6, 1.2, 1.2), "mlperf") == (187, 332, 332)
+    assert resample.compute_new_shape((1, 1, 1), (0.1, 0.1, 0.1), (1, 1, 1)) == (1, 1, 1)
 
 
-def test_same_grid_changes_nothing() -> None:
+def test_equal_grid_changes_nothing() -> None:
     image = np.random.default_rng(2).normal(size=(1, 5, 6, 7)).astype(np.float32)
-    label = _blobs((5, 6, 7), 3, 0)
+    label = _make_blobs((5, 6, 7), 3, 0)
     assert np.array_equal(resample.to_spacing(image, (2, 1, 1), (2, 1, 1)), image)
     assert np.array_equal(resample.label_to_spacing(label, (2, 1, 1), (2, 1, 1)), label)
     probabilities = torch.from_numpy(image)
-    assert resample.probabilities_back(probabilities, (5, 6, 7)) is probabilities
+    assert resample.restore_probabilities(probabilities, (5, 6, 7)) is probabilities
 
 
 @given(_SIZES, _SIZES, st.integers(1, 4), st.integers(0, 99))
 @hypothesis_settings(max_examples=60, deadline=None)
-def test_labels_take_the_strongest_value(old: Triple, new: Triple, values: int, seed: int) -> None:
-    label = _blobs(old, values + 1, seed)
+def test_labels_take_the_value_with_the_highest_score(old: Triple, new: Triple, values: int, seed: int) -> None:
+    label = _make_blobs(old, values + 1, seed)
     resized = resample.label_to_shape(label, new)
     assert resized.shape == new
     assert resized.dtype == np.uint8
-    scores = np.stack([_zoom(label == value, new, 1) for value in range(256)[: int(label.max()) + 1]])
-    won = np.take_along_axis(scores, resized[None].astype(np.int64), axis=0)[0]
-    assert np.all(won >= scores.max(axis=0) - 1e-4)
-    clear = np.sort(scores, axis=0)[-1] - (np.sort(scores, axis=0)[-2] if len(scores) > 1 else 0) > 1e-4
-    assert np.array_equal(resized[clear], scores.argmax(axis=0)[clear])
+    scores = np.stack([_zoom_with_scipy(label == value, new, 1) for value in range(256)[: int(label.max()) + 1]])
+    chosen_scores = np.take_along_axis(scores, resized[None].astype(np.int64), axis=0)[0]
+    assert np.all(chosen_scores >= scores.max(axis=0) - 1e-4)
+    unambiguous = np.sort(scores, axis=0)[-1] - (np.sort(scores, axis=0)[-2] if len(scores) > 1 else 0) > 1e-4
+    assert np.array_equal(resized[unambiguous], scores.argmax(axis=0)[unambiguous])
 
 
-def test_a_tie_goes_to_the_nearest_voxel() -> None:
+def test_ties_take_the_nearest_voxel() -> None:
     label = np.array([0, 3, 3, 0, 7, 7, 0, 0], np.uint8).reshape(1, 1, 8)
-    # The new voxel 1 of 4 lies midway between the values 3 and 0, voxel 0 between 0 and 3.
+    # New voxel 1 (of 4) is midway between the values 3 and 0, and voxel 0 between 0 and 3.
     resized = resample.label_to_shape(label, (1, 1, 4))
     assert resized.reshape(-1).tolist() == [3, 0, 7, 0]
     assert resample.label_to_shape(label[..., ::-1].copy(), (1, 1, 16)).reshape(-1).tolist() == [
@@ -107,8 +107,8 @@ def test_a_tie_goes_to_the_nearest_voxel() -> None:
     ]
 
 
-def test_labels_across_the_coarse_axis() -> None:
-    label = _blobs((6, 20, 22), 4, 5)
+def test_labels_use_the_nearest_slice_along_the_coarse_axis() -> None:
+    label = _make_blobs((6, 20, 22), 4, 5)
     resized = resample.label_to_spacing(label, (5, 1, 1), (2, 1.4, 0.8))
     assert resized.shape == (15, 14, 28)
     for index in range(15):
@@ -123,21 +123,23 @@ def test_empty_labels() -> None:
 
 
 @pytest.mark.parametrize("nearest_axis", [None, 0])
-def test_probabilities_come_back_linearly(nearest_axis: int | None) -> None:
+def test_probabilities_are_restored_linearly(nearest_axis: int | None) -> None:
     probabilities = np.random.default_rng(3).random((3, 7, 9, 8)).astype(np.float32)
-    back = resample.probabilities_back(torch.from_numpy(probabilities), (12, 13, 5), nearest_axis=nearest_axis).numpy()
-    for channel, got in zip(probabilities, back, strict=True):
+    restored = resample.restore_probabilities(
+        torch.from_numpy(probabilities), (12, 13, 5), nearest_axis=nearest_axis
+    ).numpy()
+    for channel, actual in zip(probabilities, restored, strict=True):
         if nearest_axis is None:
-            expected = _zoom(channel, (12, 13, 5), 1)
+            expected = _zoom_with_scipy(channel, (12, 13, 5), 1)
         else:
             slices = [int((i + 0.5) * 7 / 12) for i in range(12)]
-            expected = np.concatenate([_zoom(channel[s][None], (1, 13, 5), 1) for s in slices])
-        np.testing.assert_allclose(got, expected, atol=1e-5)
+            expected = np.concatenate([_zoom_with_scipy(channel[s][None], (1, 13, 5), 1) for s in slices])
+        np.testing.assert_allclose(actual, expected, atol=1e-5)
 
 
-def test_mlperf_resamples_as_its_reference() -> None:
+def test_mlperf_resampling_matches_its_reference() -> None:
     image = np.random.default_rng(4).normal(size=(1, 9, 8, 7)).astype(np.float32)
-    label = _blobs((9, 8, 7), 3, 6)
+    label = _make_blobs((9, 8, 7), 3, 6)
     spacing, target = (3.0, 0.9, 0.9), (1.6, 1.2, 1.2)
     resized = resample.to_spacing(image, spacing, target, "mlperf")
     assert resized.shape == (1, 16, 6, 5)

@@ -1,4 +1,5 @@
-"""Ranks of a benchmark: started here, or one that a launcher started."""
+"""Ranks of a benchmark: new processes of this machine, workers of a Ray cluster, or one rank of a job that a launcher
+started."""
 
 from __future__ import annotations
 
@@ -11,6 +12,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
@@ -18,19 +20,25 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from voxlane.distributed import gather_objects
 from voxlane.errors import CheckpointError, ConfigError, VoxlaneError
 
 _GRACE_S = 5.0
-"""How long the other ranks have to say what they saw after one failed."""
+"""Seconds that the other ranks have to report their errors after one failed."""
+_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
+"""Each launched rank computes on one thread, however many share a machine, so that only the number of ranks changes."""
+Launch = Callable[..., Any]
+"""`launch(function, workers=n)` calls a picklable function on every rank of a new process group and returns the result
+of the first rank."""
 
 
 class LostRankError(CheckpointError):
-    """Another rank went away; what it says matters more."""
+    """Raised when another rank ended early; the error of that rank matters more."""
 
 
 def run(work: Callable[..., Any], num_ranks: int, accelerator: str, *arguments: Any) -> Any:
-    """Call `work(device, *arguments)` in `num_ranks` new processes that form a process group; returns what the first
-    rank returned. A VoxlaneError of any rank is raised here. `work` is importable."""
+    """Call `work(device, *arguments)` in `num_ranks` new processes that form a process group and return the result of
+    the first rank. A VoxlaneError of any rank is raised here. `work` must be importable."""
     device_type(accelerator, num_ranks)
     context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory(prefix="voxlane-bench-") as folder:
@@ -50,9 +58,9 @@ def run(work: Callable[..., Any], num_ranks: int, accelerator: str, *arguments: 
         return pickle.loads(Path(folder, "result").read_bytes())
 
 
-def take_part(work: Callable[..., Any], accelerator: str, *arguments: Any) -> Any:
-    """Call `work(device, *arguments)` as the rank that RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT name; returns what
-    it returned on the first rank, None on others."""
+def join_job(work: Callable[..., Any], accelerator: str, *arguments: Any) -> Any:
+    """Call `work(device, *arguments)` as the rank that RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT name. Return its
+    result on the first rank and None on the others."""
     os.environ.setdefault("MASTER_PORT", "29500")
     local_rank = int(os.environ.get("LOCAL_RANK") or os.environ["RANK"])
     with _group(accelerator, "env://", local_rank, int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])) as device:
@@ -60,41 +68,61 @@ def take_part(work: Callable[..., Any], accelerator: str, *arguments: Any) -> An
         return result if dist.get_rank() == 0 else None
 
 
+def launch_local(function: Callable[[], Any], *, workers: int, per_node: int | None = None) -> Any:
+    """Launch `workers` processes of this machine, as simulated nodes of `per_node` processes each."""
+    return run(_call_as_rank, workers, "cpu", per_node or workers, function)
+
+
+def _call_as_rank(device: torch.device, per_node: int, function: Callable[[], Any]) -> Any:
+    """Set the environment as torchrun does and call the function."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    variables = {"RANK": rank, "WORLD_SIZE": size, "GROUP_RANK": rank // per_node}
+    variables |= {"LOCAL_RANK": rank % per_node, "LOCAL_WORLD_SIZE": per_node}
+    os.environ |= {name: str(value) for name, value in variables.items()} | _ENVIRONMENT
+    return function()
+
+
+@contextlib.contextmanager
+def launch_on_ray(
+    address: str | None, max_workers: int, *, real: bool = False, nodes: int | None = None
+) -> Iterator[Launch]:
+    """Launch up to `max_workers` ranks on a Ray cluster, on exactly `nodes` machines if given. Unless `real`, they
+    mostly wait, and there may be more of them than processors."""
+    from voxlane.cluster.ray.cluster import check_capacity, list_nodes, open_cluster
+    from voxlane.cluster.ray.ranks import run_on_ranks
+
+    with open_cluster(address):
+        machines = list_nodes()
+        cpus = 1.0 if real else min(1.0, compute_cpu_share([node.cpus for node in machines], max_workers))
+        gpus = 1.0 if real and any(node.gpus for node in machines) else 0.0
+        check_capacity(machines, max_workers, cpus, gpus, nodes)
+        yield partial(run_on_ranks, cpus=cpus, gpus=gpus, nodes=nodes, environment=_ENVIRONMENT)
+
+
+def compute_cpu_share(cpus: Sequence[float], workers: int) -> float:
+    """Return the largest share of a CPU, in hundredths, with which `workers` fit on machines with these `cpus`."""
+    return next((s / 100 for s in range(100, 0, -1) if sum(int(100 * c + 1e-6) // s for c in cpus) >= workers), 0.01)
+
+
 def gather(value: Any) -> list[Any]:
-    """Every rank's value, by rank; all ranks wait for one another here."""
-    values: list[Any] = [None] * dist.get_world_size()
+    """Return the values of all ranks, in order of rank. All ranks must call this. Without a process group there is one
+    rank."""
     try:
-        dist.all_gather_object(values, value)
+        return gather_objects(value)
     except RuntimeError as error:
         raise LostRankError(f"another rank was lost: {str(error).splitlines()[0]}") from None
-    return values
-
-
-def from_first(work: Callable[[], Any]) -> Any:
-    """What `work` returns on the first rank, for every rank; where it raised there, the others raise LostRankError."""
-    if not dist.is_initialized():
-        return work()
-    said: list[Any] = [None, False]
-    try:
-        if dist.get_rank() == 0:
-            said = [work(), True]
-    finally:
-        dist.broadcast_object_list(said, src=0)
-    if not said[1]:
-        raise LostRankError("the first rank failed")
-    return said[0]
 
 
 def device_type(accelerator: str, num_local_ranks: int = 1) -> str:
-    """cpu or cuda; ConfigError when there are not enough GPUs."""
+    """Return cpu or cuda; raise ConfigError if there are not enough GPUs."""
     if accelerator == "auto":
         return "cuda" if torch.cuda.is_available() and torch.cuda.device_count() >= num_local_ranks else "cpu"
     if accelerator == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("no CUDA device is here, or this torch cannot use it", fix="Choose --accelerator cpu")
+        raise ConfigError("there is no CUDA device that torch can use", fix="Choose --accelerator cpu")
     if accelerator == "cuda" and torch.cuda.device_count() < num_local_ranks:
         raise ConfigError(
-            f"{num_local_ranks} ranks and {torch.cuda.device_count()} GPUs",
-            fix="Give as many --ranks as there are GPUs",
+            f"{num_local_ranks} ranks need as many GPUs, but there are {torch.cuda.device_count()}",
+            fix="Give at most as many --ranks as there are GPUs",
         )
     return accelerator
 
@@ -106,9 +134,9 @@ def _group(accelerator: str, rendezvous: str, local_rank: int, rank: int, num_ra
     if kind == "cuda":
         device = torch.device("cuda", local_rank % torch.cuda.device_count())
         torch.cuda.set_device(device)
-    # torch writes warnings, with tracebacks, straight to the root logger for what it then raises anyway.
+    # torch logs warnings with tracebacks to the root logger for errors that it then raises anyway.
     logging.getLogger().addFilter(lambda record: record.levelno >= logging.ERROR)
-    torch.set_num_threads(1)  # nothing is computed, and threads that wait for one another slow small copies down
+    torch.set_num_threads(1)  # nothing is computed, and waiting threads slow small copies down
     backend = "cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo"
     dist.init_process_group(backend, init_method=rendezvous, rank=rank, world_size=num_ranks)
     try:
@@ -127,15 +155,14 @@ def _main(
             result = work(device, *arguments)
             if rank == 0:
                 Path(folder, "result").write_bytes(pickle.dumps(result))
-            if dist.is_initialized():
-                gather(None)
+            gather(None)
     except VoxlaneError as error:
         Path(folder, f"failure-{rank}").write_bytes(pickle.dumps(error))
         raise SystemExit(1) from None
 
 
 def _end_with_parent() -> None:
-    """A parent that was killed ends no rank: they would go on, and nobody would read what they find."""
+    """End this rank when its parent does: a killed parent cannot end its ranks, and they would run on unread."""
     parent = multiprocessing.parent_process()
     if parent is not None:
         parent.join()
@@ -143,7 +170,7 @@ def _end_with_parent() -> None:
 
 
 def _wait(processes: Sequence[BaseProcess]) -> None:
-    """Until all have ended, or one failed and the others had time to notice."""
+    """Wait until all have ended, or one failed and the others had time to notice."""
     failed_at: float | None = None
     while any(process.is_alive() for process in processes):
         if any(process.exitcode for process in processes):
@@ -161,5 +188,5 @@ def _raise_failure(folder: Path, processes: Sequence[BaseProcess]) -> None:
     for rank, process in enumerate(processes):
         if process.exitcode:
             raise CheckpointError(
-                f"rank {rank} ended with status {process.exitcode}", fix="What it said is above; -9 is lack of memory"
+                f"rank {rank} ended with status {process.exitcode}", fix="See its output above; -9 means out of memory"
             )

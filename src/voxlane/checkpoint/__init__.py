@@ -1,7 +1,7 @@
 """Checkpoints straight to and from a bucket, never half-published.
 
-Names are imported on first use: distributed checkpoints take a second to import, and most programs need one kind.
-Lightning's plugin and strategies are in `voxlane.checkpoint.lightning`.
+Names are imported on first use, because distributed checkpoints take a second to import and most programs need only
+one kind. Lightning's plugin and strategies are in `voxlane.checkpoint.lightning`.
 """
 
 from __future__ import annotations
@@ -18,25 +18,16 @@ if TYPE_CHECKING:
     from voxlane.checkpoint.reader import RangedReader
     from voxlane.checkpoint.safetensors import SafetensorsFile, load_safetensors, save_safetensors
 
-_HOMES = {
-    "AsyncSaver": "async_save",
-    "DistributedReader": "distributed_reader",
-    "load_sharded": "distributed_reader",
-    "DistributedWriter": "distributed_writer",
-    "save_sharded": "distributed_writer",
-    "Retention": "lifecycle",
-    "find_orphans": "lifecycle",
-    "latest": "lifecycle",
-    "list_checkpoints": "lifecycle",
-    "prune": "lifecycle",
-    "verify": "lifecycle",
-    "Checkpoint": "plain",
-    "CheckpointWriter": "plain",
-    "RangedReader": "reader",
-    "SafetensorsFile": "safetensors",
-    "load_safetensors": "safetensors",
-    "save_safetensors": "safetensors",
+_NAMES_OF_MODULES = {
+    "async_save": ("AsyncSaver",),
+    "distributed_reader": ("DistributedReader", "load_sharded"),
+    "distributed_writer": ("DistributedWriter", "save_sharded"),
+    "lifecycle": ("Retention", "find_orphans", "latest", "list_checkpoints", "prune", "verify"),
+    "plain": ("Checkpoint", "CheckpointWriter"),
+    "reader": ("RangedReader",),
+    "safetensors": ("SafetensorsFile", "load_safetensors", "save_safetensors"),
 }
+_MODULES = {name: module for module, names in _NAMES_OF_MODULES.items() for name in names}
 
 __all__ = [
     "AsyncSaver",
@@ -60,12 +51,12 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
+    if name not in _MODULES:
         raise AttributeError(f"module 'voxlane.checkpoint' has no attribute {name!r}")
-    value = getattr(importlib.import_module(f"voxlane.checkpoint.{_HOMES[name]}"), name)
+    value = getattr(importlib.import_module(f"voxlane.checkpoint.{_MODULES[name]}"), name)
     globals()[name] = value
     return value
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_HOMES})
+    return sorted({*globals(), *_MODULES})

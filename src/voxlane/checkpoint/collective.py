@@ -1,4 +1,4 @@
-"""Ranks that read together: who reads what, and how it comes to the others."""
+"""Ranks that read together: waiting for one another, sending bytes, and failing together."""
 
 from __future__ import annotations
 
@@ -8,113 +8,95 @@ from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any, TypeVar
 
-import torch
 import torch.distributed as dist
 
+from voxlane.checkpoint.torch_errors import is_lost_connection, is_mismatch
+from voxlane.distributed import gather_objects, run_on_rank_zero
 from voxlane.errors import CheckpointError, MismatchError, VoxlaneError
 
 _T = TypeVar("_T")
-_GATHER_S = 120.0
-"""How long ranks wait for one another before they say who is missing."""
+_WAIT_S = 120.0
+"""Seconds that ranks wait for one another before they report who is missing."""
 _gloo_groups: dict[Any, Any] = {}
 
 
-class Ranks:
-    """The ranks of a process group, as far as reading together needs them. All its methods are collective."""
+class RankGroup:
+    """The ranks of a process group that read together. All its methods are collective."""
 
     def __init__(self, group: Any = None) -> None:
-        self.group = _with_cpu(group)
+        original: Any = group if group is not None else dist.group.WORLD
+        is_gloo = dist.get_backend(original) == "gloo"
+        self.group = original if is_gloo else _get_gloo_group(original, dist.get_process_group_ranks(original))
         self.rank = dist.get_rank(self.group)
-        """This process's place in the group."""
+        """Rank of this process in the group."""
         self.size = dist.get_world_size(self.group)
 
     @classmethod
-    def of(cls, group: Any = None) -> Ranks | None:
-        """The ranks at work, or None when this process is alone."""
+    def current(cls, group: Any = None) -> RankGroup | None:
+        """Return the ranks of `group` (default: all ranks), or None if there is only this process."""
         if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size(group) < 2:
             return None
         return cls(group)
 
-    def gather(self, what: str) -> None:
-        """Wait for all ranks; CheckpointError naming those that did not come."""
+    def wait_for_all(self, uri: str) -> None:
+        """Wait for all ranks to read `uri`; raise a CheckpointError that names missing ranks."""
         try:
-            dist.monitored_barrier(self.group, timeout=timedelta(seconds=_GATHER_S), wait_all_ranks=True)
+            dist.monitored_barrier(self.group, timeout=timedelta(seconds=_WAIT_S), wait_all_ranks=True)
         except RuntimeError as error:
             raise CheckpointError(
-                f"{what} is read by all ranks together, and some did not come: {str(error).splitlines()[0]}",
+                f"{uri} is read by all ranks together, but some did not join: {str(error).splitlines()[0]}",
                 fix="Load on every rank, or pass read_once=False to let each rank read by itself",
             ) from None
 
-    def broadcast(self, tensor: torch.Tensor, owner: int) -> None:
-        """Send `tensor` (contiguous, on the CPU) from the rank `owner` of the group to all others."""
-        dist.broadcast(tensor, group=self.group, group_src=owner)
+    def run_on_rank_zero(self, read: Callable[[], _T]) -> _T:
+        """Call `read` on the group's first rank and return its result, or raise its error, on every rank."""
+        return run_on_rank_zero(read, self.group)
 
-    def once(self, read: Callable[[], _T]) -> _T:
-        """Call `read` on the first rank and give its result, or its error, to all."""
-        box: list[Any] = [None, None]
-        if self.rank == 0:
-            try:
-                box[0] = read()
-            except Exception as error:  # noqa: BLE001 - the other ranks wait: they must get the error, whatever it is
-                box[1] = error
-        dist.broadcast_object_list(box, group=self.group, group_src=0)
-        if box[1] is not None:
-            raise box[1]
-        result: _T = box[0]
-        return result
-
-    def agree(self, error: BaseException | None) -> None:
-        """Raise on every rank if any brings an error: its own where there is one, else another's."""
-        errors: list[Any] = [None] * self.size
-        dist.all_gather_object(errors, error if isinstance(error, VoxlaneError) else error and repr(error), self.group)
+    def raise_if_any_failed(self, error: BaseException | None) -> None:
+        """Raise on every rank if any rank passes an error: its own error if it has one, else that of another rank."""
+        own = error if isinstance(error, VoxlaneError) else error and repr(error)
+        failures = gather_objects(own, self.group)
         if error is not None:
             raise error
-        for rank, other in enumerate(errors):
-            if other is not None:
-                if isinstance(other, VoxlaneError):
-                    raise other
-                raise CheckpointError(f"rank {rank} failed: {other}")
+        for rank, failure in enumerate(failures):
+            if failure is not None:
+                raise (
+                    failure if isinstance(failure, VoxlaneError) else CheckpointError(f"rank {rank} failed: {failure}")
+                )
 
 
-def sub_group(ranks: Ranks, members: Sequence[int]) -> Any:
-    """A group of some of the ranks (their places in `ranks`), this one among them; its members call this together."""
+def make_sub_group(ranks: RankGroup, members: Sequence[int]) -> Any:
+    """Return a process group of some of the ranks, given by their rank in `ranks`; only the members call this."""
     if len(members) == ranks.size:
         return ranks.group
-    world = [dist.get_global_rank(ranks.group, member) for member in members]
-    key = (ranks.group, tuple(world))
+    return _get_gloo_group(ranks.group, [dist.get_global_rank(ranks.group, member) for member in members])
+
+
+def _get_gloo_group(parent: Any, global_ranks: Sequence[int]) -> Any:
+    """Return a gloo group of some ranks of the group `parent`, created once."""
+    key = (parent, tuple(global_ranks))
     if key not in _gloo_groups:
-        _gloo_groups[key] = dist.new_group(world, backend="gloo", use_local_synchronization=True)
+        _gloo_groups[key] = dist.new_group(list(global_ranks), backend="gloo", use_local_synchronization=True)
     return _gloo_groups[key]
 
 
-def _with_cpu(group: Any) -> Any:
-    """The group itself if it is a gloo group, else one of the same ranks, made once."""
-    given: Any = group if group is not None else dist.group.WORLD
-    if dist.get_backend(given) == "gloo":
-        return given
-    if given not in _gloo_groups:
-        members = dist.get_process_group_ranks(given)
-        _gloo_groups[given] = dist.new_group(members, backend="gloo", use_local_synchronization=True)
-    return _gloo_groups[given]
-
-
 @contextlib.contextmanager
-def quiet() -> Iterator[None]:
-    """Without torch's remarks on using distributed checkpoints in one process, which is a fine thing to do."""
+def ignore_single_process_warnings() -> Iterator[None]:
+    """Hide torch's warnings about distributed checkpoints in a single process, which are fine to use."""
     with warnings.catch_warnings():
-        silence()
+        silence_single_process_warnings()
         yield
 
 
-def silence() -> None:
-    """As `quiet`, from now on: for saves on other threads, which share their filters with all."""
+def silence_single_process_warnings() -> None:
+    """Hide the warnings from now on, for saves on other threads: warning filters are shared by all threads."""
     warnings.filterwarnings("ignore", message="torch.distributed is disabled")
 
 
 @contextlib.contextmanager
-def unwrapped(uri: str) -> Iterator[None]:
-    """torch wraps what the ranks raise into one exception with all their tracebacks; give back the first of ours, or
-    say in one line that checkpoint and model do not fit."""
+def unwrap_rank_errors(uri: str) -> Iterator[None]:
+    """Raise the first VoxlaneError of any rank in place of torch's CheckpointException, which wraps the errors and
+    tracebacks of all ranks; raise MismatchError if the checkpoint does not fit the model."""
     from torch.distributed.checkpoint.api import CheckpointException
 
     try:
@@ -125,7 +107,7 @@ def unwrapped(uri: str) -> Iterator[None]:
             if isinstance(error, VoxlaneError):
                 raise error from None
         rank, error = next(iter(errors.items()))
-        if isinstance(error, RuntimeError | ValueError | KeyError) and _is_mismatch(str(error)):
+        if is_mismatch(error):
             raise MismatchError(
                 f"the checkpoint does not fit the model (rank {rank}): {str(error).strip()}",
                 uri=uri,
@@ -133,12 +115,8 @@ def unwrapped(uri: str) -> Iterator[None]:
             ) from None
         raise
     except RuntimeError as error:
-        if "Connection closed by peer" in str(error) or "Connection reset by peer" in str(error):
+        if is_lost_connection(error):
             raise CheckpointError(
                 "another rank is gone", uri=uri, fix="Nothing was published; see its log, then start the job again"
             ) from None
         raise
-
-
-def _is_mismatch(text: str) -> bool:
-    return any(mark in text for mark in ("Missing key in checkpoint", "Size mismatch", "mismatch sizes"))

@@ -1,41 +1,37 @@
-"""The `.metadata` object of a distributed checkpoint: what makes it complete, and what it holds.
+"""The `.metadata` object of a distributed checkpoint, which makes it complete and describes its contents.
 
-It is torch's own pickled `Metadata`, so that torch's readers take it, with three additions they do not see: the
-checksums of every file (in `storage_meta`), where each tensor's plain bytes lie inside its item (in `storage_data`),
-and a checksum of the pickle itself after its end. We unpickle only the types that torch puts there.
+It is torch's own pickled `Metadata`, so torch's readers accept it, with three additions that they ignore: the
+checksums of every file (in `storage_meta`), the offset of each tensor's plain bytes in its item (in `storage_data`),
+and a checksum of the pickle after its end. Only the types that torch stores there are unpickled.
 """
 
 from __future__ import annotations
 
 import io
-import os
 import pickle
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.metadata import (
-    BytesStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    StorageMeta,
-    TensorStorageMetadata,
-)
+import torch
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
 
 from voxlane import uri as uris
-from voxlane.checkpoint.sums import Sums, corrupt, digest
-from voxlane.errors import CheckpointError, ConfigError, IncompleteError, NotFoundError, UnsafeError
-from voxlane.store import ObjectInfo, Store
+from voxlane.checkpoint.checksums import Checksums, corrupt_error, digest
+from voxlane.errors import CheckpointError, ConfigError, IncompleteError, UnsafeError
+from voxlane.store import ObjectInfo, Store, StoreConfig
+from voxlane.store.bucket import ignore_missing_object
+from voxlane.uri import StrPath
 
 METADATA = ".metadata"
 """The object whose presence makes a checkpoint complete."""
 DATA_SUFFIX = ".distcp"
 _MAGIC = b"VOXLANE1"
 _ADDITION = "voxlane"
-_PAYLOAD = "payload_offset"
-
+PAYLOAD_OFFSET = "payload_offset"
+"""Attribute of a tensor's `_StorageInfo`: where its plain bytes begin in its item, if that was recorded."""
+_ATTACHMENT = re.compile(r"\.[0-9a-f]{12}\.attached$")
 _ALLOWED = {
     "torch.distributed.checkpoint.metadata": {
         "BytesStorageMetadata",
@@ -55,34 +51,40 @@ _ALLOWED = {
 }
 
 
-_ATTACHMENT = re.compile(r"\.[0-9a-f]{12}\.attached$")
-
-
 def attachment_path(name: str, save_id: str) -> str:
-    """The path of an attachment: its name, made unique."""
+    """Return the path of an attachment: its name, made unique."""
     return f"{name}.{save_id}.attached"
 
 
 def is_attachment(key: str) -> bool:
-    """Whether this is the key of an attachment."""
+    """Return whether this is the key of an attachment."""
     return _ATTACHMENT.search(key) is not None
 
 
-class AtUri:
-    """What the writer and the reader of a checkpoint share: where it is, as torch asks for it."""
+class CheckpointLocation:
+    """Base of the writer and the reader of a checkpoint: its location, in the terms of torch's protocol."""
 
+    _config: StoreConfig | None
     _store: Store
     _folder: str
-    """Key of the checkpoint's folder, ending in a slash."""
+    """Key of the checkpoint's folder, ending in a slash; empty for the bucket itself."""
+
+    def _set_location(self, checkpoint_id: StrPath) -> None:
+        self._store, key = Store.locate(uris.from_path(checkpoint_id), self._config)
+        self._folder = key.rstrip("/") + "/" if key else ""
 
     @property
     def checkpoint_id(self) -> str:
         """The checkpoint's URI."""
         return self._store.uri(self._folder).rstrip("/")
 
+    def prepare_local_plan(self, plan: Any) -> Any:
+        """Return the plan unchanged."""
+        return plan
+
     @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Whether voxlane knows this kind of URI."""
+    def validate_checkpoint_id(cls, checkpoint_id: StrPath) -> bool:
+        """Return whether voxlane supports this kind of URI."""
         try:
             uris.parse(checkpoint_id)
         except ConfigError:
@@ -91,27 +93,22 @@ class AtUri:
 
 
 @dataclass(frozen=True)
-class Files:
+class CheckpointFiles:
     """The files of a distributed checkpoint that voxlane wrote."""
 
-    sums: Mapping[str, Sums]
-    """By path below the checkpoint's folder."""
+    checksums: Mapping[str, Checksums]
+    """Checksums of each file by its path below the checkpoint's folder."""
     attachments: Mapping[str, str] = field(default_factory=dict)
-    """Path of each attached file by the name it was given."""
+    """Path of each attached file by its name."""
     world_size: int = 1
-    """Ranks that wrote it."""
-
-    @property
-    def size(self) -> int:
-        """Bytes of all files."""
-        return sum(sums.size for sums in self.sums.values())
+    """Number of ranks that wrote the checkpoint."""
 
 
-def encode(metadata: Metadata, files: Files) -> bytes:
-    """The bytes of `.metadata`."""
+def encode(metadata: Metadata, files: CheckpointFiles) -> bytes:
+    """Return the bytes of `.metadata`."""
     assert metadata.storage_meta is not None
     plain = {
-        "files": {path: sums.to_json() for path, sums in files.sums.items()},
+        "files": {path: checksums.to_json() for path, checksums in files.checksums.items()},
         "attachments": dict(files.attachments),
         "world_size": files.world_size,
     }
@@ -120,26 +117,26 @@ def encode(metadata: Metadata, files: Files) -> bytes:
     return body + _MAGIC + digest(body)
 
 
-def decode(data: bytes, uri: str) -> tuple[Metadata, Files | None]:
-    """Read `.metadata`; the files are None when it was written by another tool than voxlane."""
+def decode(data: bytes, uri: str) -> tuple[Metadata, CheckpointFiles | None]:
+    """Return the metadata and files from the bytes of `.metadata`; files are None if voxlane did not write it."""
     is_signed = data[-16:-8] == _MAGIC
     if is_signed and digest(memoryview(data)[:-16]) != data[-8:]:
-        raise corrupt(uri, "the bytes are not those that were written")
+        raise corrupt_error(uri, "its bytes are not those that were written")
     try:
         metadata = _Unpickler(io.BytesIO(data), uri).load()
     except UnsafeError:
         raise
     except Exception as error:  # noqa: BLE001 - unpickling damaged bytes can raise anything; it becomes one error
-        raise corrupt(uri, f"not the metadata of a checkpoint ({error})") from None
+        raise corrupt_error(uri, f"not the metadata of a checkpoint ({error})") from None
     if not isinstance(metadata, Metadata):
         raise CheckpointError(f"holds a {type(metadata).__name__}, not the metadata of a checkpoint", uri=uri)
     plain = getattr(metadata.storage_meta, _ADDITION, None)
     if plain is None:
         return metadata, None
     if not is_signed:
-        raise corrupt(uri, "the checksum at its end is damaged")
-    files = {path: Sums.from_json(sums, uri) for path, sums in plain["files"].items()}
-    return metadata, Files(files, plain["attachments"], plain["world_size"])
+        raise corrupt_error(uri, "the checksum at its end is damaged")
+    files = {path: Checksums.from_json(checksums, uri) for path, checksums in plain["files"].items()}
+    return metadata, CheckpointFiles(files, plain["attachments"], plain["world_size"])
 
 
 class _Unpickler(pickle.Unpickler):
@@ -148,47 +145,35 @@ class _Unpickler(pickle.Unpickler):
         self._uri = uri
 
     def find_class(self, module: str, name: str) -> Any:
-        import torch
-
         if name in _ALLOWED.get(module, ()):
             return super().find_class(module, name)
-        if module == "torch" and isinstance(found := getattr(torch, name, None), torch.dtype | torch.layout):
-            return found
+        if module == "torch" and isinstance(value := getattr(torch, name, None), torch.dtype | torch.layout):
+            return value
         raise UnsafeError(
-            f"names {module}.{name}, which no checkpoint metadata needs and which could run code",
+            f"it refers to {module}.{name}, which no checkpoint metadata needs and which could run code",
             uri=self._uri,
-            fix="Do not load it unless you know where it comes from; torch's own FileSystemReader would run it",
+            fix="Do not load it unless you trust its origin; torch's own FileSystemReader would run it",
         )
 
 
-def read(store: Store, folder: str) -> tuple[Metadata, Files | None]:
-    """The metadata of the checkpoint in `folder` (a key that ends in a slash); IncompleteError when there is none."""
+def read(store: Store, folder: str) -> tuple[Metadata, CheckpointFiles | None]:
+    """Return the metadata of the checkpoint in `folder` (a key that ends in a slash). Raises IncompleteError if there
+    is none."""
     key = folder + METADATA
-    try:
-        data = bytes(store.get(key))
-    except NotFoundError as error:
-        if type(error) is not NotFoundError:
-            raise
-        raise IncompleteError(
-            "no complete checkpoint here", uri=store.uri(folder), fix="See what there is: voxlane checkpoint ls"
-        ) from None
-    return decode(data, store.uri(key))
+    with ignore_missing_object():
+        return decode(bytes(store.get(key)), store.uri(key))
+    raise no_complete_checkpoint(store.uri(folder))
 
 
-def with_payload(info: _StorageInfo, payload_offset: int | None) -> _StorageInfo:
-    """Note in `info` where the tensor's plain bytes begin inside its item."""
-    if payload_offset is not None:
-        setattr(info, _PAYLOAD, payload_offset)
-    return info
-
-
-def payload_offset(info: _StorageInfo) -> int | None:
-    """Where the tensor's plain bytes begin inside its item, if that is known."""
-    return getattr(info, _PAYLOAD, None)
+def no_complete_checkpoint(uri: str) -> IncompleteError:
+    """Return the error for a URI without a complete checkpoint."""
+    return IncompleteError(
+        "no complete checkpoint here", uri=uri, fix="List the checkpoints that exist: voxlane checkpoint ls"
+    )
 
 
 def expected_items(metadata: Metadata) -> set[MetadataIndex]:
-    """Every item that a complete checkpoint of this metadata has stored."""
+    """Return every item that a complete checkpoint with this metadata has stored."""
     items: set[MetadataIndex] = set()
     for name, entry in metadata.state_dict_metadata.items():
         if isinstance(entry, TensorStorageMetadata):
@@ -198,26 +183,21 @@ def expected_items(metadata: Metadata) -> set[MetadataIndex]:
     return items
 
 
-def file_sizes(metadata: Metadata, files: Files | None) -> dict[str, int]:
-    """The files that make up the checkpoint, with their sizes; of a foreign one, the least size they can have."""
+def file_sizes(metadata: Metadata, files: CheckpointFiles | None) -> dict[str, int]:
+    """Return the size in bytes of each file of the checkpoint; minimum sizes if voxlane did not write it."""
     if files is not None:
-        return {path: sums.size for path, sums in files.sums.items()}
+        return {path: checksums.size for path, checksums in files.checksums.items()}
     sizes: dict[str, int] = {}
     for info in (metadata.storage_data or {}).values():
         sizes[info.relative_path] = max(sizes.get(info.relative_path, 0), info.offset + info.length)
     return sizes
 
 
-def new_storage_meta(uri: str) -> StorageMeta:
-    """What goes into `Metadata.storage_meta`."""
-    return StorageMeta(checkpoint_id=uri)
-
-
 @dataclass(frozen=True)
 class StoredFile:
-    """What a rank tells of a file it stored."""
+    """A file that a rank stored, as it reports it to the coordinator."""
 
     path: str
-    """Below the checkpoint's folder."""
+    """Path below the checkpoint's folder."""
     info: ObjectInfo
-    sums: Sums
+    checksums: Checksums

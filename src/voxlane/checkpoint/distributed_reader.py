@@ -1,10 +1,12 @@
-"""A `torch.distributed.checkpoint` storage reader: only the bytes that a rank needs, in concurrent ranged reads, each
-checked; and what many ranks need, read by one of them."""
+"""A `torch.distributed.checkpoint` storage reader.
+
+Each rank reads only the bytes it needs, in concurrent ranged reads, and verifies them. Bytes that several ranks need
+are read by one of them.
+"""
 
 from __future__ import annotations
 
 import io
-import os
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future as ThreadFuture
@@ -19,37 +21,38 @@ from torch.distributed._shard._utils import narrow_tensor_by_index
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
+from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
-from voxlane import uri as uris
 from voxlane.checkpoint import distributed_metadata as commits
-from voxlane.checkpoint.collective import Ranks, sub_group
-from voxlane.checkpoint.distributed_metadata import Files
+from voxlane.checkpoint.collective import RankGroup, ignore_single_process_warnings, make_sub_group, unwrap_rank_errors
+from voxlane.checkpoint.distributed_metadata import CheckpointFiles
 from voxlane.checkpoint.plain import load_file
-from voxlane.checkpoint.source import Source
-from voxlane.checkpoint.wanted import Wanted, read_wanted, submit_wanted
+from voxlane.checkpoint.read_plan import ReadTarget, read_bytes, submit_reads
+from voxlane.checkpoint.verified_reader import VerifiedObject
 from voxlane.errors import CheckpointError, IncompleteError, NotFoundError
-from voxlane.store import ObjectInfo, Store, StoreConfig
+from voxlane.store import ObjectInfo, StoreConfig
+from voxlane.uri import StrPath
 
-_HELD_BYTES = 128 << 20
-"""Read before it can be put into place; two such batches at most."""
-_BUCKET_BYTES = 16 << 20
-"""Small tensors are sent to the other ranks together, about this much at a time."""
+_BATCH_BYTES = 128 << 20
+"""Bytes that are buffered before they are copied into tensors; at most two such batches at a time."""
+_SEND_BYTES = 16 << 20
+"""Small tensors are sent to the other ranks together, about this many bytes at a time."""
 _ATTEMPTS = 3
-"""Of a load that finds files gone."""
+"""How often a load is attempted if files turn out to be gone."""
 _Bytes = npt.NDArray[np.uint8]
 
 
-class DistributedReader(commits.AtUri, StorageReader):
-    """Reads a distributed checkpoint from a folder in a bucket, written by any number of ranks.
+class DistributedReader(commits.CheckpointLocation, StorageReader):
+    """Reads a distributed checkpoint that any number of ranks wrote to a folder in a bucket.
 
         state = {"model": model.state_dict()}
         dcp.load(state, storage_reader=DistributedReader("gs://bucket/run/step-100"))
 
-    What several ranks ask for (replicated parameters, the same shard in every replica) is read by one of them, the
-    work being spread evenly, and sent to the others. For that every rank of `process_group` must take part (as
-    `dcp.load` requires anyway; give both the same group); `read_once=False` lets each rank read by itself.
+    Items that several ranks need (replicated parameters, the same shard in every replica) are read by one of them and
+    sent to the others, with the work spread evenly. Every rank of `process_group` must take part, as `dcp.load`
+    requires anyway; pass both the same group. `read_once=False` lets each rank read by itself.
 
     Checkpoints of torch's own writers can be read, but have no checksums. Objects other than tensors are read only if
     that cannot run code, unless `weights_only=False`.
@@ -57,7 +60,7 @@ class DistributedReader(commits.AtUri, StorageReader):
 
     def __init__(
         self,
-        uri: str | os.PathLike[str],
+        uri: StrPath,
         config: StoreConfig | None = None,
         *,
         process_group: Any = None,
@@ -73,67 +76,63 @@ class DistributedReader(commits.AtUri, StorageReader):
 
     # -- torch's protocol, in the order of its calls -----------------------------------------------------------------
 
-    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """A new load begins, from another URI if one is given."""
+    def reset(self, checkpoint_id: StrPath | None = None) -> None:
+        """Prepare for a new load, from `checkpoint_id` if it is given."""
         if checkpoint_id is not None:
-            parsed = uris.parse(uris.from_path(checkpoint_id))
-            self._folder = parsed.key.rstrip("/") + "/" if parsed.key else ""
-            self._store = Store(str(parsed), self._config)
+            self._set_location(checkpoint_id)
         elif self._opened:
-            self._opened = False  # what `open` read is for the load that begins now
+            self._opened = False  # `open` has read the metadata for the load that begins now
             return
         self._opened = False
         self._metadata: Metadata | None = None
-        self._files: Files | None = None
-        self._ranks: Ranks | None = None
+        self._files: CheckpointFiles | None = None
+        self._ranks: RankGroup | None = None
 
     def read_metadata(self, *args: Any) -> Metadata:
-        """The checkpoint's metadata, read by one rank for all."""
+        """Return the checkpoint's metadata, which one rank reads for all."""
         if self._metadata is not None:
             return self._metadata
-        self._ranks = Ranks.of(self._group) if self._read_once else None
+        self._ranks = RankGroup.current(self._group) if self._read_once else None
         if self._ranks is None:
             self._metadata, self._files = self._read_commit()
         else:
-            self._ranks.gather(self.checkpoint_id)
-            self._metadata, self._files = self._ranks.once(self._read_commit)
+            self._ranks.wait_for_all(self.checkpoint_id)
+            self._metadata, self._files = self._ranks.run_on_rank_zero(self._read_commit)
         return self._metadata
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Called on every rank before a load."""
+        """Check the metadata; torch calls this on every rank before a load."""
         if metadata.storage_data is None:
-            raise CheckpointError("the metadata does not say where the items are", uri=self.checkpoint_id)
-
-    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """Nothing to add."""
-        return plan
+            raise CheckpointError("the metadata has no locations of items", uri=self.checkpoint_id)
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """On the coordinator: choose one reader for what several ranks want."""
+        """Choose on the coordinator one reader for each item that several ranks need."""
         if self._ranks is not None and len(plans) > 1:
-            shared = _share(plans, self._item_bytes)
+            shared = _assign_readers(plans, self._item_bytes)
             for plan in plans:
                 plan.storage_data = shared
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Read this rank's items, and take part in sending what is shared."""
-        shared: list[_Shared] = plan.storage_data or []
+        """Read this rank's items, and exchange shared items with the other ranks."""
+        shared: list[_SharedItem] = plan.storage_data or []
         rank = self._ranks.rank if self._ranks is not None else 0
-        theirs = {s.key for s in shared if s.owner != rank and rank in s.ranks}
-        loading = _Loading(self, planner)
+        received = {entry.key for entry in shared if entry.owner != rank and rank in entry.ranks}
+        loading = _Load(self, planner)
         failure: BaseException | None = None
         try:
-            loading.read([item for item in plan.items if _key(item) not in theirs])
+            loading.read([item for item in plan.items if _item_key(item) not in received])
         except BaseException as error:
             failure = error
             if not shared:
                 raise
         if shared:
             assert self._ranks is not None
-            self._ranks.agree(failure)  # before anybody waits for bytes that will not come
-            loading.exchange(self._ranks, shared, {_key(item): item for item in plan.items})
-        loading.finish()
+            self._ranks.raise_if_any_failed(failure)  # before any rank waits for bytes that will not come
+            loading.exchange(self._ranks, shared, {_item_key(item): item for item in plan.items})
+        for item in plan.items:  # now that all ranks have what they need
+            if item.type == LoadItemType.BYTE_IO:
+                loading.load_bytes(item)
         done: Future[None] = Future()
         done.set_result(None)
         return done
@@ -141,50 +140,47 @@ class DistributedReader(commits.AtUri, StorageReader):
     # -- beyond torch's protocol -------------------------------------------------------------------------------------
 
     def open(self) -> None:
-        """Read the metadata now, for the next `dcp.load`: its errors are plain ones, while torch logs what it meets in
-        a load and raises something else. Collective."""
+        """Read the metadata now, for the next `dcp.load`, and raise its errors unchanged; torch would log and wrap
+        them. Collective."""
         self._metadata = None
         self.read_metadata()
         self._opened = True
 
     def attachment(self, name: str) -> bytes | None:
-        """A file that was published with the checkpoint (`DistributedWriter(attachments=...)`), or None. Collective
-        when ranks read together."""
-        ranks = Ranks.of(self._group) if self._read_once else None
-        return ranks.once(lambda: self._read_attachment(name)) if ranks else self._read_attachment(name)
+        """Return a file that was published with the checkpoint (`DistributedWriter(attachments=...)`), or None.
+        Collective if ranks read together."""
+        ranks = RankGroup.current(self._group) if self._read_once else None
+        return ranks.run_on_rank_zero(lambda: self._read_attachment(name)) if ranks else self._read_attachment(name)
 
     def _read_attachment(self, name: str) -> bytes | None:
         _, files = self._read_commit()
         if files is None or name not in files.attachments:
             return None
         self._files = files
-        path = files.attachments[name]
-        source = self.source(path)
-        data = np.empty(source.info.size, np.uint8)
-        read_wanted(source, [Wanted(0, data)])
-        return data.tobytes()
+        source = self.source(files.attachments[name])
+        return read_bytes(source, 0, source.info.size)
 
-    def source(self, path: str) -> Source:
-        """A file of the checkpoint, with its checksums where they are known."""
+    def source(self, path: str) -> VerifiedObject:
+        """Open a file of the checkpoint, with its checksums if they are known."""
         if self._files is None:
             try:
-                return Source(self._store, self._store.head(self._folder + path))
+                return VerifiedObject(self._store, self._store.head(self._folder + path))
             except NotFoundError as error:
-                raise self._gone(path) from error
-        if path not in self._files.sums:
-            raise self._gone(path)
-        sums = self._files.sums[path]
-        # No look at the object first: names are never used twice, and the checksums tell if it is another one.
-        return Source(self._store, ObjectInfo(self._folder + path, sums.size, None, None), [sums])
+                raise self._missing_file_error(path) from error
+        if path not in self._files.checksums:
+            raise self._missing_file_error(path)
+        checksums = self._files.checksums[path]
+        # No HEAD request is needed: names are never reused, and the checksums detect a different object.
+        return VerifiedObject(self._store, ObjectInfo(self._folder + path, checksums.size, None, None), [checksums])
 
-    def _gone(self, path: str) -> IncompleteError:
+    def _missing_file_error(self, path: str) -> IncompleteError:
         return IncompleteError(
             "a file of the checkpoint is gone",
             uri=self._store.uri(self._folder + path),
             fix="Load an earlier checkpoint (voxlane checkpoint ls)",
         )
 
-    def _read_commit(self) -> tuple[Metadata, Files | None]:
+    def _read_commit(self) -> tuple[Metadata, CheckpointFiles | None]:
         return commits.read(self._store, self._folder)
 
     def _item_bytes(self, item: ReadItem) -> int:
@@ -195,31 +191,29 @@ class DistributedReader(commits.AtUri, StorageReader):
         return int(self._metadata.storage_data[item.storage_index].length)
 
 
-class _Loading:
-    """One call of `read_data`."""
+class _Load:
+    """The state of one call of `read_data`."""
 
     def __init__(self, reader: DistributedReader, planner: LoadPlanner) -> None:
         assert reader._metadata is not None
         self._reader = reader
         self._planner = planner
         self._metadata = reader._metadata
-        self._after: list[Callable[[], None]] = []
-        """What to do at the end, when all ranks have what they need."""
         self._raw: dict[Any, bytes] = {}
-        """Stored bytes of items that are not tensors, by key."""
+        """Stored bytes of items that are not tensors, by item key."""
 
     def read(self, items: Sequence[ReadItem]) -> None:
-        """Fetch `items` from the bucket into their places.
+        """Read `items` from the bucket into their tensors.
 
-        Bytes that cannot go straight there (of tensors on a device, or not contiguous) are held in between. So items
-        are taken in batches, of which the next is on its way while one is put into place.
+        Bytes that cannot be read straight into a tensor (because it is on a device, or not contiguous) are buffered.
+        So items are read in batches, and the next batch is read while one is copied into tensors.
         """
         batches: deque[tuple[list[ThreadFuture[None]], list[Callable[[], None]]]] = deque()
-        rest = deque(sorted(items, key=self._place))
+        rest = deque(sorted(items, key=self._file_position))
         try:
             while rest or batches:
                 if rest and len(batches) < 2:
-                    batches.append(self._begin(rest))
+                    batches.append(self._start_batch(rest))
                     continue
                 futures, steps = batches[0]
                 for future in futures:
@@ -230,55 +224,51 @@ class _Loading:
         except NotFoundError as error:
             if type(error) is not NotFoundError:
                 raise
-            raise self._reader._gone(error.uri.removeprefix(self._reader._store.uri(self._reader._folder))) from None
+            path = error.uri.removeprefix(self._reader._store.uri(self._reader._folder))
+            raise self._reader._missing_file_error(path) from None
         finally:
             for futures, _ in batches:
                 for future in futures:
                     future.cancel()
 
-    def _place(self, item: ReadItem) -> tuple[str, int]:
+    def _file_position(self, item: ReadItem) -> tuple[str, int]:
         info: _StorageInfo = self._metadata.storage_data[item.storage_index]
         return info.relative_path, info.offset
 
-    def _begin(self, rest: deque[ReadItem]) -> tuple[list[ThreadFuture[None]], list[Callable[[], None]]]:
-        """Start reading the next batch; returns its reads, and what to do once they are done."""
+    def _start_batch(self, rest: deque[ReadItem]) -> tuple[list[ThreadFuture[None]], list[Callable[[], None]]]:
+        """Start to read the next batch; return its reads, and the steps that follow once they are done."""
         self._steps: list[Callable[[], None]] = []
-        by_file: dict[str, list[Wanted]] = defaultdict(list)
-        self._held_bytes = 0
-        while rest and self._held_bytes < _HELD_BYTES:
+        by_file: dict[str, list[ReadTarget]] = defaultdict(list)
+        self._buffered_bytes = 0
+        while rest and self._buffered_bytes < _BATCH_BYTES:
             item = rest.popleft()
             info: _StorageInfo = self._metadata.storage_data[item.storage_index]
-            by_file[info.relative_path].append(self._wanted(item, info))
+            by_file[info.relative_path].append(self._plan_read(item, info))
         futures = [
-            future for path, wanted in by_file.items() for future in submit_wanted(self._reader.source(path), wanted)
+            future for path, targets in by_file.items() for future in submit_reads(self._reader.source(path), targets)
         ]
         return futures, self._steps
 
-    def _hold(self, nbytes: int) -> _Bytes:
-        self._held_bytes += nbytes
+    def _new_buffer(self, nbytes: int) -> _Bytes:
+        self._buffered_bytes += nbytes
         return np.empty(nbytes, np.uint8)
 
-    def exchange(self, ranks: Ranks, shared: Sequence[_Shared], items: dict[Any, ReadItem]) -> None:
-        """Send what this rank read for others, and receive what others read for it. Collective."""
-        groups: dict[tuple[int, ...], list[_Shared]] = defaultdict(list)
+    def exchange(self, ranks: RankGroup, shared: Sequence[_SharedItem], items: dict[Any, ReadItem]) -> None:
+        """Send the items that this rank read for others, and receive those that others read for it. Collective."""
+        groups: dict[tuple[int, ...], list[_SharedItem]] = defaultdict(list)
         for entry in shared:
             groups[entry.ranks].append(entry)
         for members, entries in groups.items():
             if ranks.rank not in members:
                 continue
-            group = sub_group(ranks, members)
+            group = make_sub_group(ranks, members)
             for owner in dict.fromkeys(entry.owner for entry in entries):
                 owned = [entry for entry in entries if entry.owner == owner]
-                for bucket in _buckets(owned):
+                for bucket in _group_for_sending(owned):
                     self._send(group, members.index(owner), ranks.rank == owner, bucket, items)
 
-    def finish(self) -> None:
-        """Give the planner what is not a tensor."""
-        for step in self._after:
-            step()
-
     def _send(
-        self, group: Any, source: int, is_owner: bool, bucket: Sequence[_Shared], items: dict[Any, ReadItem]
+        self, group: Any, source: int, is_owner: bool, bucket: Sequence[_SharedItem], items: dict[Any, ReadItem]
     ) -> None:
         sizes = [entry.size for entry in bucket]
         if len(bucket) == 1 and bucket[0].is_tensor:
@@ -299,152 +289,154 @@ class _Loading:
             for entry, piece in zip(bucket, pieces, strict=True):
                 self._receive(entry, items[entry.key], piece)
 
-    def _stored_bytes(self, entry: _Shared, item: ReadItem) -> torch.Tensor:
+    def _stored_bytes(self, entry: _SharedItem, item: ReadItem) -> torch.Tensor:
         if not entry.is_tensor:
             return torch.frombuffer(bytearray(self._raw[entry.key]), dtype=torch.uint8)
         target = self._planner.resolve_tensor(item).detach().cpu().contiguous()
         return _flat_bytes(target.to(self._dtype(item)))
 
-    def _receive(self, entry: _Shared, item: ReadItem, piece: torch.Tensor) -> None:
-        if not entry.is_tensor:
-            data = piece.numpy().tobytes()
-            self._after.append(lambda: self._load_bytes(item, data))
-            return
-        tensor = piece.clone().view(self._dtype(item)).reshape(item.lengths)
-        self._put(item, tensor)
+    def _receive(self, entry: _SharedItem, item: ReadItem, piece: torch.Tensor) -> None:
+        if entry.is_tensor:
+            tensor = piece.clone().view(self._dtype(item)).reshape(item.lengths)
+            self._copy_to_target(item, tensor)
+        else:
+            self._raw[entry.key] = piece.numpy().tobytes()
 
-    def _dtype(self, item: ReadItem) -> torch.dtype:
+    def _entry(self, item: ReadItem) -> TensorStorageMetadata:
         entry = self._metadata.state_dict_metadata[item.storage_index.fqn]
         assert isinstance(entry, TensorStorageMetadata)
-        return entry.properties.dtype
+        return entry
 
-    # -- from a read item to a range and back ------------------------------------------------------------------------
+    def _dtype(self, item: ReadItem) -> torch.dtype:
+        return self._entry(item).properties.dtype
 
-    def _wanted(self, item: ReadItem, info: _StorageInfo) -> Wanted:
-        payload = commits.payload_offset(info)
+    # -- from a read item to a byte range and back -------------------------------------------------------------------
+
+    def _plan_read(self, item: ReadItem, info: _StorageInfo) -> ReadTarget:
+        payload: int | None = getattr(info, commits.PAYLOAD_OFFSET, None)
         if item.type == LoadItemType.BYTE_IO or payload is None or not item.lengths.numel():
-            return self._whole_item(item, info)
+            return self._plan_complete_read(item, info)
         sizes = self._chunk_sizes(item)
         dtype = self._dtype(item)
-        low, high = _rows(item.storage_offsets, item.lengths, sizes)
+        low, high = _element_range(item.storage_offsets, item.lengths, sizes)
         start = info.offset + payload + low * dtype.itemsize
         nbytes = (high - low) * dtype.itemsize
         target = self._planner.resolve_tensor(item).detach()
         view = _plain_view(target)
         if view is not None and target.dtype == dtype and high - low == item.lengths.numel():
             self._steps.append(lambda: self._planner.commit_tensor(item, target))
-            return Wanted(start, view)
-        held = self._hold(nbytes)
-        self._steps.append(lambda: self._put_rows(item, held, low, sizes, dtype))
-        return Wanted(start, held)
+            return ReadTarget(start, view)
+        buffer = self._new_buffer(nbytes)
+        self._steps.append(lambda: self._copy_box(item, buffer, low, sizes, dtype))
+        return ReadTarget(start, buffer)
 
-    def _whole_item(self, item: ReadItem, info: _StorageInfo) -> Wanted:
-        held = self._hold(info.length)
+    def _plan_complete_read(self, item: ReadItem, info: _StorageInfo) -> ReadTarget:
+        buffer = self._new_buffer(info.length)
 
         def use() -> None:
             if item.type == LoadItemType.BYTE_IO:
-                data = held.tobytes()
-                self._raw[_key(item)] = data
-                self._after.append(lambda: self._load_bytes(item, data))
+                self._raw[_item_key(item)] = buffer.tobytes()
                 return
             uri = self._reader._store.uri(self._reader._folder + info.relative_path)
-            tensor = load_file(io.BytesIO(held.data), uri, "cpu", weights_only=True)
-            self._put(item, narrow_tensor_by_index(tensor, item.storage_offsets, item.lengths))
+            tensor = load_file(io.BytesIO(buffer.data), uri, "cpu", weights_only=True)
+            self._copy_to_target(item, narrow_tensor_by_index(tensor, item.storage_offsets, item.lengths))
 
         self._steps.append(use)
-        return Wanted(info.offset, held)
+        return ReadTarget(info.offset, buffer)
 
-    def _put_rows(self, item: ReadItem, held: _Bytes, low: int, sizes: torch.Size, dtype: torch.dtype) -> None:
-        """`held` is a run of the stored chunk's elements that begins at element `low`: cut the wanted box out of it."""
+    def _copy_box(self, item: ReadItem, buffer: _Bytes, low: int, sizes: torch.Size, dtype: torch.dtype) -> None:
+        """Copy the box of `item` from `buffer`, which holds the stored chunk's elements from element `low` on."""
         strides = torch.empty(sizes, device="meta").stride()
-        flat = torch.from_numpy(held).view(dtype)
+        flat = torch.from_numpy(buffer).view(dtype)
         first = sum(o * s for o, s in zip(item.storage_offsets, strides, strict=True))
-        self._put(item, flat.as_strided(tuple(item.lengths), strides, first - low))
+        self._copy_to_target(item, flat.as_strided(tuple(item.lengths), strides, first - low))
 
-    def _put(self, item: ReadItem, tensor: torch.Tensor) -> None:
+    def _copy_to_target(self, item: ReadItem, tensor: torch.Tensor) -> None:
         target = self._planner.resolve_tensor(item).detach()
         if target.size() != tensor.size():
             raise CheckpointError(
-                f"{item.storage_index.fqn!r} is {tuple(tensor.size())} there and {tuple(target.size())} here",
+                f"{item.storage_index.fqn!r} has shape {tuple(tensor.size())} in the checkpoint and "
+                f"{tuple(target.size())} in the state dict",
                 uri=self._reader.checkpoint_id,
             )
         target.copy_(tensor)
         self._planner.commit_tensor(item, target)
 
-    def _load_bytes(self, item: ReadItem, data: bytes) -> None:
+    def load_bytes(self, item: ReadItem) -> None:
+        """Pass an item that is not a tensor to the planner."""
+        data = self._raw[_item_key(item)]
         if self._reader._weights_only:
-            # The planner unpickles without asking: see first that it is harmless.
+            # The planner unpickles anything, so check first that it is harmless.
             load_file(io.BytesIO(data), f"{self._reader.checkpoint_id} [{item.storage_index.fqn}]", "cpu", True)
         self._planner.load_bytes(item, io.BytesIO(data))
 
     def _chunk_sizes(self, item: ReadItem) -> torch.Size:
-        entry = self._metadata.state_dict_metadata[item.storage_index.fqn]
-        assert isinstance(entry, TensorStorageMetadata)
-        hint = item.storage_index.index
-        if hint is not None and hint < len(entry.chunks) and entry.chunks[hint].offsets == item.storage_index.offset:
-            return entry.chunks[hint].sizes
-        return next(chunk.sizes for chunk in entry.chunks if chunk.offsets == item.storage_index.offset)
+        chunks, offset, hint = self._entry(item).chunks, item.storage_index.offset, item.storage_index.index
+        if hint is not None and hint < len(chunks) and chunks[hint].offsets == offset:
+            return chunks[hint].sizes
+        return next(chunk.sizes for chunk in chunks if chunk.offsets == offset)
 
 
 # -- pure planning ---------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class _Shared:
-    """Something that several ranks want, and who reads it."""
+class _SharedItem:
+    """An item that several ranks need, and the rank that reads it."""
 
     key: Any
     owner: int
+    """Rank that reads the item and sends it to the others."""
     ranks: tuple[int, ...]
     size: int
-    """Bytes as they are sent."""
+    """Number of bytes that are sent."""
     is_tensor: bool
 
 
-def _key(item: ReadItem) -> Any:
+def _item_key(item: ReadItem) -> Any:
     return (item.storage_index, item.storage_offsets, item.lengths)
 
 
-def _share(plans: Sequence[LoadPlan], size_of: Callable[[ReadItem], int]) -> list[_Shared]:
-    """Everything that more than one plan wants, each with one reader, so that all read about as much."""
-    wanting: dict[Any, list[int]] = defaultdict(list)
+def _assign_readers(plans: Sequence[LoadPlan], size_of: Callable[[ReadItem], int]) -> list[_SharedItem]:
+    """Return every item that more than one plan needs, each with one reader, so that all ranks read similar amounts."""
+    needed_by: dict[Any, list[int]] = defaultdict(list)
     examples: dict[Any, ReadItem] = {}
     loads = [0] * len(plans)
     for rank, plan in enumerate(plans):
         for item in plan.items:
-            key = _key(item)
-            wanting[key].append(rank)
+            key = _item_key(item)
+            needed_by[key].append(rank)
             examples.setdefault(key, item)
     sizes = {key: size_of(item) for key, item in examples.items()}
-    # A rank that wants the same bytes in two places reads them itself: too rare to send twice.
-    common = {key for key, ranks in wanting.items() if len(ranks) > 1 and len(set(ranks)) == len(ranks)}
-    for key in wanting.keys() - common:
-        for rank in set(wanting[key]):
+    # A rank that needs the same bytes in two places reads them itself: too rare to send twice.
+    common = {key for key, ranks in needed_by.items() if len(ranks) > 1 and len(set(ranks)) == len(ranks)}
+    for key in needed_by.keys() - common:
+        for rank in set(needed_by[key]):
             loads[rank] += sizes[key]
     shared = []
     for key in sorted(common, key=lambda k: (-sizes[k], examples[k].storage_index.fqn, k[1], k[2])):
-        owner = min(wanting[key], key=lambda rank: loads[rank])
+        owner = min(needed_by[key], key=lambda rank: loads[rank])
         loads[owner] += sizes[key]
         is_tensor = examples[key].type == LoadItemType.TENSOR
-        shared.append(_Shared(key, owner, tuple(wanting[key]), sizes[key], is_tensor))
+        shared.append(_SharedItem(key, owner, tuple(needed_by[key]), sizes[key], is_tensor))
     return shared
 
 
-def _buckets(entries: Sequence[_Shared]) -> list[list[_Shared]]:
-    """Large entries alone, small ones together."""
-    buckets: list[list[_Shared]] = []
-    room = 0
+def _group_for_sending(entries: Sequence[_SharedItem]) -> list[list[_SharedItem]]:
+    """Group small entries so that they are sent together; large ones are alone."""
+    groups: list[list[_SharedItem]] = []
+    left_bytes = 0
     for entry in entries:
-        if entry.size > room or not buckets:
-            buckets.append([])
-            room = _BUCKET_BYTES
-        buckets[-1].append(entry)
-        room -= entry.size
-    return buckets
+        if entry.size > left_bytes or not groups:
+            groups.append([])
+            left_bytes = _SEND_BYTES
+        groups[-1].append(entry)
+        left_bytes -= entry.size
+    return groups
 
 
-def _rows(offsets: torch.Size, lengths: torch.Size, sizes: torch.Size) -> tuple[int, int]:
-    """The smallest run `[low, high)` of a contiguous tensor's elements that holds a box of it."""
+def _element_range(offsets: torch.Size, lengths: torch.Size, sizes: torch.Size) -> tuple[int, int]:
+    """Return the smallest range `[low, high)` of a contiguous tensor's elements that contains a box of it."""
     low = high = 0
     stride = 1
     for offset, length, size in reversed(list(zip(offsets, lengths, sizes, strict=True))):
@@ -455,7 +447,7 @@ def _rows(offsets: torch.Size, lengths: torch.Size, sizes: torch.Size) -> tuple[
 
 
 def _plain_view(tensor: torch.Tensor) -> _Bytes | None:
-    """The tensor's own memory as bytes, if it is plain, contiguous CPU memory."""
+    """Return the tensor's own memory as bytes if it is plain, contiguous CPU memory, else None."""
     if type(tensor) is not torch.Tensor or tensor.device.type != "cpu" or not tensor.is_contiguous():
         return None
     return _flat_bytes(tensor).numpy()
@@ -466,26 +458,17 @@ def _flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def load_sharded(
-    state: dict[str, Any],
-    uri: str | os.PathLike[str],
-    config: StoreConfig | None = None,
-    *,
-    process_group: Any = None,
-    **options: Any,
+    state: dict[str, Any], uri: StrPath, config: StoreConfig | None = None, *, process_group: Any = None, **options: Any
 ) -> None:
-    """Load a checkpoint into `state`, in place, by all ranks together. `options` are those of `DistributedReader`."""
-    from torch.distributed.checkpoint.state_dict_loader import load
-
-    from voxlane.checkpoint.collective import quiet, unwrapped
-
+    """Load a checkpoint into `state`, in place, on all ranks together. `options` are those of `DistributedReader`."""
     reader = DistributedReader(uri, config, process_group=process_group, **options)
     for attempt in range(_ATTEMPTS):
         reader.open()
         try:
-            with quiet(), unwrapped(reader.checkpoint_id):
+            with ignore_single_process_warnings(), unwrap_rank_errors(reader.checkpoint_id):
                 load(state, storage_reader=reader, process_group=process_group)
             return
         except IncompleteError:
-            # Replaced while it was read: the new one is there, and all ranks come here. Else files are really gone.
+            # It may have been replaced while it was read; then the new one can be read, and all ranks try again.
             if attempt == _ATTEMPTS - 1:
                 raise

@@ -1,11 +1,15 @@
-"""Buckets for code that goes through fsspec, as Lightning's `ModelCheckpoint` does to look folders up.
+"""Buckets for code that uses fsspec, as Lightning's `ModelCheckpoint` does for folders.
 
-Listing, looking up, deleting, and files that are published only when they are closed without an exception.
+It lists, looks up and deletes files, and publishes files only when they are closed without an exception.
 """
 
 from __future__ import annotations
 
+import gc
 import importlib.util
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import fsspec
@@ -14,20 +18,47 @@ from fsspec.spec import AbstractFileSystem
 from voxlane import uri as uris
 from voxlane.checkpoint.plain import CheckpointWriter
 from voxlane.checkpoint.reader import RangedReader
-from voxlane.checkpoint.source import SUMS_SUFFIX, open_source
+from voxlane.checkpoint.verified_reader import CHECKSUM_SUFFIX, open_verified
 from voxlane.errors import NotFoundError
-from voxlane.store import Store, StoreConfig
+from voxlane.store import ObjectInfo, Store, StoreConfig
 
-_OTHERS = {"gs": "gcsfs", "gcs": "gcsfs", "s3": "s3fs", "s3a": "s3fs", "az": "adlfs"}
-"""The packages that usually serve these schemes."""
-_config: StoreConfig | None = None
+_USUAL_PACKAGES = {"gs": "gcsfs", "gcs": "gcsfs", "s3": "s3fs", "s3a": "s3fs", "az": "adlfs"}
+"""The packages that usually serve these schemes in fsspec."""
+
+
+@dataclass(frozen=True)
+class _Registration:
+    """A config that was registered for fsspec, for as long as its owner lives."""
+
+    config: StoreConfig | None = None
+    owner: Callable[[], Any] = lambda: None
+
+    def is_alive(self) -> bool:
+        return self.owner() is not None
+
+
+_newest = _Registration()
+_folders: dict[str, _Registration] = {}
+"""The registration that was the newest one when fsspec first opened each folder."""
 
 
 class BucketFileSystem(AbstractFileSystem):  # type: ignore[misc]
-    """fsspec over `Store`. Names are whole URIs, so that they mean the same everywhere."""
+    """An fsspec file system over `Store`. Names are complete URIs, so that they mean the same everywhere. Without a
+    `config` it uses the one registered for the URI that it was opened with (see `register_filesystem`)."""
 
     protocol = ("gs", "gcs", "s3", "s3a", "az")
     cachable = False
+
+    def __init__(self, config: StoreConfig | None = None, *, opened_uri: str = "", **storage_options: Any) -> None:
+        super().__init__(**storage_options)
+        self._config = config if config is not None else _choose_registration(opened_uri).config
+
+    def __reduce__(self) -> Any:
+        return type(self), (self._config,)
+
+    @staticmethod
+    def _get_kwargs_from_urls(path: str) -> dict[str, Any]:
+        return {"opened_uri": str(uris.parse(path)).rstrip("/")}
 
     @classmethod
     def _strip_protocol(cls, path: Any) -> Any:
@@ -36,99 +67,115 @@ class BucketFileSystem(AbstractFileSystem):  # type: ignore[misc]
         return str(uris.parse(path)).rstrip("/")
 
     def unstrip_protocol(self, name: str) -> str:
-        """Names are whole URIs already."""
+        """Return the URI itself: names are complete URIs already."""
         return str(self._strip_protocol(name))
 
     def ls(self, path: str, detail: bool = True, **kwargs: Any) -> list[Any]:
-        """What lies directly in a folder; checksum files are not shown."""
-        store, key = _place(path)
+        """List the files and folders directly in a folder, without checksum files."""
+        store, key = Store.locate(path, self._config)
         folder = key.rstrip("/") + "/" if key else ""
-        found: dict[str, dict[str, Any]] = {}
-        for page in store.list_pages(folder):
-            columns = (page.column(name).to_pylist() for name in ("path", "size", "last_modified", "e_tag"))
-            for name, size, modified, etag in zip(*columns, strict=True):
-                child, slash, _ = name.removeprefix(folder).partition("/")
-                uri = store.uri(folder + child)
-                if slash:
-                    found[uri] = {"name": uri, "size": 0, "type": "directory"}
-                elif not name.endswith(SUMS_SUFFIX):
-                    found[uri] = {"name": uri, "size": size, "type": "file", "created": modified, "ETag": etag}
-        if not found:
+        entries: dict[str, dict[str, Any]] = {}
+        for entry in store.list_folder(folder):
+            child, slash, _ = entry.key.removeprefix(folder).partition("/")
+            uri = store.uri(folder + child)
+            if slash:
+                entries[uri] = _describe_folder(uri)
+            elif not entry.key.endswith(CHECKSUM_SUFFIX):
+                entries[uri] = {**_describe_file(uri, entry), "created": entry.modified}
+        if not entries:
             info = self.info(path)
-            found[info["name"]] = info
-        return [found[name] if detail else name for name in sorted(found)]
+            entries[info["name"]] = info
+        return [entries[name] if detail else name for name in sorted(entries)]
 
     def info(self, path: str, **kwargs: Any) -> dict[str, Any]:
-        """Of a file or a folder; FileNotFoundError if there is neither."""
-        store, key = _place(path)
+        """Return name, size and type of a file or folder; raise FileNotFoundError if there is neither."""
+        store, key = Store.locate(path, self._config)
         if not key:
-            return {"name": store.root.rstrip("/"), "size": 0, "type": "directory"}
+            return _describe_folder(store.root.rstrip("/"))
         try:
-            found = store.head(key)
-            return {"name": store.uri(key), "size": found.size, "type": "file", "ETag": found.etag}
+            return _describe_file(store.uri(key), store.head(key))
         except NotFoundError:
             for _ in store.list_pages(key.rstrip("/") + "/"):
-                return {"name": store.uri(key), "size": 0, "type": "directory"}
+                return _describe_folder(store.uri(key))
             raise
 
     def modified(self, path: str) -> Any:
-        """When a file, or the newest file of a folder, was written."""
-        store, key = _place(path)
-        times = []
-        for page in store.list_pages(key.rpartition("/")[0] + "/" if "/" in key else ""):
-            columns = (page.column(name).to_pylist() for name in ("path", "last_modified"))
-            times += [t for name, t in zip(*columns, strict=True) if name == key or name.startswith(key + "/")]
+        """Return when a file, or the newest file in a folder, was written."""
+        store, key = Store.locate(path, self._config)
+        entries = store.list_folder(key.rpartition("/")[0] + "/" if "/" in key else "")
+        times = [e.modified for e in entries if e.modified and (e.key == key or e.key.startswith(key + "/"))]
         if not times:
             raise FileNotFoundError(path)
         return max(times)
 
     def makedirs(self, path: str, exist_ok: bool = False) -> None:
-        """Buckets have no folders to make."""
+        """Do nothing: buckets have no folders to create."""
 
     def mkdir(self, path: str, create_parents: bool = True, **kwargs: Any) -> None:
-        """Buckets have no folders to make."""
+        """Do nothing: buckets have no folders to create."""
 
     def rm_file(self, path: str) -> None:
         """Delete a file and its checksums."""
-        store, key = _place(path)
+        store, key = Store.locate(path, self._config)
         store.delete_one(key)
-        store.delete_one(key + SUMS_SUFFIX)
+        store.delete_one(key + CHECKSUM_SUFFIX)
 
     def cp_file(self, path1: str, path2: str, **kwargs: Any) -> None:
-        """Copy a file, in any bucket."""
+        """Copy a file within or between buckets."""
         with self._open(path1) as source, self._open(path2, "wb") as target:
             while block := source.read(8 << 20):
                 target.write(block)
 
     def _open(self, path: str, mode: str = "rb", **kwargs: Any) -> Any:
-        store, key = _place(path)
+        store, key = Store.locate(path, self._config)
         if mode == "rb":
-            return RangedReader(open_source(store, key))
+            return RangedReader(open_verified(store, key))
         if mode != "wb":
-            raise NotImplementedError(f"mode {mode!r}: objects are read or written whole")
-        store.check_writable(key)
+            raise NotImplementedError(f"mode must be 'rb' or 'wb', got {mode!r}: objects cannot be changed in place")
         return _PublishedOnClose(store, key)
 
 
+def _describe_folder(uri: str) -> dict[str, Any]:
+    return {"name": uri, "size": 0, "type": "directory"}
+
+
+def _describe_file(uri: str, info: ObjectInfo) -> dict[str, Any]:
+    return {"name": uri, "size": info.size, "type": "file", "ETag": info.etag}
+
+
 class _PublishedOnClose(CheckpointWriter):
-    """As fsspec's users expect, `close()` publishes; an exception in the `with` block, or no close, does not."""
+    """A writer whose `close()` publishes, as users of fsspec expect; an exception in the `with` block does not."""
 
     def close(self) -> None:
         if not self.closed:
             self.commit()
 
 
-def _place(path: str) -> tuple[Store, str]:
-    parsed = uris.parse(path)
-    return Store(str(parsed), _config), parsed.key
+def _choose_registration(uri: str) -> _Registration:
+    """Return the registration for a URI that fsspec opens, so that `ModelCheckpoint`, which opens its folder when it is
+    constructed and again when training starts, gets the same config both times."""
+    bound = _folders.get(uri)
+    if bound is not None and bound != _newest and bound.is_alive():
+        gc.collect()  # a finished Trainer is part of reference cycles, and must not hold on to its folder
+        if bound.is_alive():
+            return bound
+    if uri:
+        _folders[uri] = _newest
+    return _newest
 
 
-def register_filesystem(config: StoreConfig | None = None, *, override: bool = False) -> None:
-    """Let fsspec reach gs://, s3:// and az:// through voxlane, with `config`: where no other package for the scheme is
-    installed, or everywhere in this process with `override`."""
-    global _config
+def register_filesystem(
+    config: StoreConfig | None = None, *, override: bool = False, owner: object | None = None
+) -> None:
+    """Make fsspec use voxlane for gs://, s3:// and az:// if no other package for the scheme is installed, or in any
+    case with `override`.
+
+    fsspec uses `config` from now on, except for folders that it first opened under an earlier `config` whose `owner`
+    still lives.
+    """
+    global _newest
     if config is not None:
-        _config = config
-    for scheme, package in _OTHERS.items():
+        _newest = _Registration(config, weakref.ref(owner) if owner is not None else lambda: None)
+    for scheme, package in _USUAL_PACKAGES.items():
         if override or importlib.util.find_spec(package) is None:
             fsspec.register_implementation(scheme, BucketFileSystem, clobber=True)

@@ -19,25 +19,29 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
+from torch.distributed.checkpoint import state_dict as dcp_state
+from torch.distributed.checkpoint.optimizer import load_sharded_optimizer_state_dict
+from torch.distributed.fsdp import FullyShardedDataParallel
 
 from voxlane import uri as uris
 from voxlane.checkpoint.async_save import AsyncSaver
-from voxlane.checkpoint.collective import Ranks, quiet, unwrapped
-from voxlane.checkpoint.distributed_metadata import METADATA
+from voxlane.checkpoint.collective import RankGroup, ignore_single_process_warnings, unwrap_rank_errors
+from voxlane.checkpoint.distributed_metadata import METADATA, no_complete_checkpoint
 from voxlane.checkpoint.distributed_reader import DistributedReader, load_sharded
 from voxlane.checkpoint.distributed_writer import save_sharded
-from voxlane.checkpoint.lifecycle import find, remove
+from voxlane.checkpoint.lifecycle import find_checkpoint, remove_checkpoint
 from voxlane.checkpoint.plain import Checkpoint, load_file
-from voxlane.checkpoint.shared_reader import SharedReader
-from voxlane.errors import IncompleteError, MissingExtraError, NotFoundError
+from voxlane.checkpoint.reader import SharedReader
+from voxlane.distributed import gather_objects
+from voxlane.errors import MissingExtraError
 from voxlane.store import Store, StoreConfig
+from voxlane.store.bucket import ignore_missing_object
 
 try:
     from lightning.fabric.plugins.io import CheckpointIO
     from lightning.fabric.strategies.fsdp import _get_sharded_state_dict_context
     from lightning.pytorch.plugins.io import AsyncCheckpointIO
-    from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
+    from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy, Strategy
     from lightning.pytorch.trainer.states import TrainerFn
 
     from voxlane.checkpoint.filesystem import register_filesystem
@@ -45,39 +49,39 @@ except ImportError:
     raise MissingExtraError.of("lightning", "saving Lightning checkpoints") from None
 
 _META = "meta.pt"
-"""What a Lightning checkpoint holds beside weights and optimizer states; the name Lightning gives it."""
+"""Lightning's name for what a checkpoint holds besides weights and optimizer states."""
 
 register_filesystem()
 
 
 class BucketCheckpointIO(CheckpointIO):
-    """Reads and writes Lightning's single-file checkpoints at URIs (and local paths), with checksums.
+    """Reads and writes Lightning's single-file checkpoints at URIs and local paths, with checksums.
 
-    On load, all ranks read together: each block comes from the bucket once. Pass `read_once=False` if you load on some
-    ranks only.
+    On load, all ranks read together and each block is read from the bucket once. Pass `read_once=False` if you load on
+    some ranks only.
 
-    With a `config`, fsspec reaches buckets through voxlane with it, so that `ModelCheckpoint`, which looks its folder
-    up through fsspec, finds the same server; construct this before the callback then.
+    `ModelCheckpoint` looks up its folder through fsspec. With a `config`, fsspec uses it too for folders that are first
+    opened after this, so construct this before the callback. An instance that is constructed later, for other
+    folders, does not change that.
     """
 
     def __init__(self, config: StoreConfig | None = None, *, read_once: bool = True) -> None:
         self._config = config
         self._read_once = read_once
         if config is not None:
-            register_filesystem(config, override=True)
+            register_filesystem(config, override=True, owner=self)
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any = None) -> None:
-        """Write a checkpoint; it is published whole or not at all."""
+        """Write a checkpoint; it is published completely or not at all."""
         if storage_options is not None:
-            raise TypeError("storage_options are not used: give BucketCheckpointIO a StoreConfig")
+            raise TypeError("storage_options are not supported; pass a StoreConfig to BucketCheckpointIO")
         folder, name = _split(path)
         Checkpoint(folder, self._config).save(checkpoint, name)
 
     def load_checkpoint(
         self, path: str | Path, map_location: Any = None, weights_only: bool | None = None
     ) -> dict[str, Any]:
-        """Read a checkpoint onto the CPU, or where `map_location` says. It may run code only with
-        `weights_only=False`."""
+        """Read a checkpoint onto the CPU or to `map_location`. It may run code only with `weights_only=False`."""
         folder, name = _split(path)
         loaded: dict[str, Any] = Checkpoint(folder, self._config).load(
             name,
@@ -88,24 +92,21 @@ class BucketCheckpointIO(CheckpointIO):
         return loaded
 
     def remove_checkpoint(self, path: str | Path) -> None:
-        """Delete a checkpoint, a file's or a sharded one; one that is gone is no error."""
-        try:
-            remove(find(uris.from_path(path), self._config))
-        except NotFoundError as error:
-            if type(error) is not NotFoundError:
-                raise
+        """Delete a checkpoint, a file or a sharded one; it is no error if there is none."""
+        with ignore_missing_object():
+            remove_checkpoint(find_checkpoint(uris.from_path(path), self._config))
 
 
 class AsyncBucketCheckpointIO(AsyncCheckpointIO):
-    """`BucketCheckpointIO` on a thread of its own. A checkpoint is removed only when every save that was begun before
-    has been published; with Lightning's own wrapper the last good one can be deleted while its successor is still
-    on its way. An error is raised by the next call, or at the end."""
+    """`BucketCheckpointIO` on its own thread. A checkpoint is removed only after every save that was started earlier
+    has been published; Lightning's own wrapper can delete the last good one while its successor is still uploading.
+    The next call, or the end, raises errors."""
 
     def __init__(self, config: StoreConfig | None = None, *, read_once: bool = True) -> None:
         super().__init__(BucketCheckpointIO(config, read_once=read_once))
 
     def remove_checkpoint(self, path: str | Path) -> None:
-        """Delete a checkpoint, after the saves that are under way, and not if one of them failed."""
+        """Delete a checkpoint after the running saves, unless one of them failed."""
         self._ensure_setup()
         assert self._executor is not None
         self._executor.submit(self._remove, path)
@@ -120,16 +121,29 @@ class AsyncBucketCheckpointIO(AsyncCheckpointIO):
             self._error = error
 
 
-class _Sharded:
-    """Saving and loading for strategies whose state is spread over the ranks."""
+class _ShardedCheckpoints(Strategy):
+    """Saves and loads checkpoints of strategies whose state is spread over the ranks."""
 
-    def _set_up_bucket(self, config: StoreConfig | None, async_save: bool) -> None:
-        self._store_config = config
-        self._saver = AsyncSaver(config) if async_save else None
+    _model_key: str
+    """Name of the model's state in a sharded checkpoint."""
 
-    def _save_sharded(self: Any, checkpoint: dict[str, Any], path: Any, model_key: str) -> None:
-        uri = uris.from_path(self.broadcast(os.fspath(path)))
-        state = {model_key: checkpoint.pop("state_dict")}
+    def __init__(
+        self, *args: Any, store_config: StoreConfig | None = None, async_save: bool = False, **kwargs: Any
+    ) -> None:
+        super().__init__(*args, **kwargs)
+        if self._checkpoint_io is None:
+            self.checkpoint_io = BucketCheckpointIO(store_config)
+        self._store_config = store_config
+        self._saver = AsyncSaver(store_config) if async_save else None
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        """Save at a URI, by all ranks together."""
+        uri = uris.from_path(self.broadcast(os.fspath(filepath)))
+        if not self._saves_shards():
+            if self.is_global_zero:
+                self.checkpoint_io.save_checkpoint(checkpoint, uri)
+            return
+        state = {self._model_key: checkpoint.pop("state_dict")}
         state |= {f"optimizer_{i}": s for i, s in enumerate(checkpoint.pop("optimizer_states", []))}
         buffer = io.BytesIO()
         torch.save(checkpoint, buffer)
@@ -139,99 +153,103 @@ class _Sharded:
         else:
             save_sharded(state, uri, self._store_config, attachments=attachments)
 
-    def _save_full(self: Any, checkpoint: dict[str, Any], path: Any) -> None:
-        uri = uris.from_path(self.broadcast(os.fspath(path)))
-        if self.is_global_zero:
-            self.checkpoint_io.save_checkpoint(checkpoint, uri)
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        """Load a sharded or full checkpoint on all ranks together; the number of ranks may differ from the save."""
+        self._wait_for_save()
+        uri = uris.from_path(self.broadcast(os.fspath(checkpoint_path)))
+        if not self._is_sharded(uri):
+            with self._local_copy(uri) as path:
+                return super().load_checkpoint(path, weights_only=weights_only)
+        self._load_shards(uri)
+        return self._load_meta(uri, weights_only)
 
-    def _is_sharded(self: Any, uri: str) -> bool:
-        parsed = uris.parse(uri)
-        store = Store(uri, self._store_config)
-        folder = parsed.key.rstrip("/") + "/"
+    def _saves_shards(self) -> bool:
+        """Return whether checkpoints are saved sharded, not as one file."""
+        raise NotImplementedError
 
-        def look() -> bool:
-            if store.exists(folder + METADATA):
+    def _load_shards(self, uri: str) -> None:
+        """Load the model and, if it is being trained, the optimizers from a sharded checkpoint."""
+        raise NotImplementedError
+
+    def _is_sharded(self, uri: str) -> bool:
+        store, key = Store.locate(uri, self._store_config)
+
+        def check() -> bool:
+            if store.exists(f"{key.rstrip('/')}/{METADATA}"):
                 return True
-            if not store.exists(parsed.key):
-                raise IncompleteError(
-                    "no complete checkpoint here", uri=uri, fix="See what there is: voxlane checkpoint ls"
-                )
+            if not store.exists(key):
+                raise no_complete_checkpoint(uri)
             return False
 
-        ranks = Ranks.of()
-        return ranks.once(look) if ranks is not None else look()
+        ranks = RankGroup.current()
+        return ranks.run_on_rank_zero(check) if ranks is not None else check()
 
-    def _load_meta(self: Any, uri: str, weights_only: bool | None) -> dict[str, Any]:
+    def _load_meta(self, uri: str, weights_only: bool | None) -> dict[str, Any]:
         data = DistributedReader(uri, self._store_config).attachment(_META)
+        safe = weights_only is not False
+        meta: dict[str, Any]
         if data is None:  # written by Lightning's own strategy
-            loaded: dict[str, Any] = Checkpoint(uri, self._store_config).load(
-                _META, map_location="cpu", weights_only=weights_only is not False, read_once=True
-            )
-            return loaded
-        meta: dict[str, Any] = load_file(io.BytesIO(data), f"{uri} [{_META}]", "cpu", weights_only is not False)
+            checkpoint = Checkpoint(uri, self._store_config)
+            meta = checkpoint.load(_META, map_location="cpu", weights_only=safe, read_once=True)
+        else:
+            meta = load_file(io.BytesIO(data), f"{uri} [{_META}]", "cpu", safe)
         return meta
 
     @contextmanager
     def _local_copy(self: Any, uri: str) -> Iterator[Path]:
-        """A full checkpoint as a file on each node's disk, read from the bucket once for all of them: the loading code
-        of Lightning maps it, so that the ranks of a node share its memory."""
-        ranks = Ranks.of()
-        parsed = uris.parse(uri)
-        mine = tempfile.mkdtemp(prefix="voxlane-") if self.local_rank == 0 else None
+        """Yield the path of a full checkpoint on each node's disk, read from the bucket once for all nodes. Lightning
+        maps the file when it loads it, so the ranks of a node share its memory."""
+        ranks = RankGroup.current()
+        own_folder = tempfile.mkdtemp(prefix="voxlane-") if self.local_rank == 0 else None
         try:
             if ranks is None:
-                assert mine is not None
+                assert own_folder is not None
                 with Checkpoint(os.path.dirname(uri), self._store_config).reader(os.path.basename(uri)) as file:
-                    file.save_to(f"{mine}/full.ckpt")
-                yield Path(mine, "full.ckpt")
+                    file.save_to(f"{own_folder}/full.ckpt")
+                yield Path(own_folder, "full.ckpt")
                 return
-            folders: list[Any] = [None] * ranks.size
-            dist.all_gather_object(folders, (self.node_rank, mine), ranks.group)
-            folder = next(path for node, path in folders if node == self.node_rank and path is not None)
-            with SharedReader(Store(uri, self._store_config), parsed.key, ranks) as shared:
-                shared.save_to(f"{mine}/full.ckpt" if mine is not None else None)
+            folders = gather_objects((self.node_rank, own_folder), ranks.group)
+            node_folder = next(path for node, path in folders if node == self.node_rank and path is not None)
+            with SharedReader(*Store.locate(uri, self._store_config), ranks) as shared:
+                shared.save_to(f"{own_folder}/full.ckpt" if own_folder is not None else None)
             self.barrier()
-            yield Path(folder, "full.ckpt")
+            yield Path(node_folder, "full.ckpt")
             self.barrier()
         finally:
-            if mine is not None:
-                shutil.rmtree(mine, ignore_errors=True)
+            if own_folder is not None:
+                shutil.rmtree(own_folder, ignore_errors=True)
 
     def _wait_for_save(self) -> None:
         if self._saver is not None:
             self._saver.wait()
 
     def remove_checkpoint(self, filepath: Any) -> None:
-        """Delete a checkpoint, after a save that is under way was published."""
+        """Delete a checkpoint after the running save has been published."""
         self._wait_for_save()
-        super().remove_checkpoint(filepath)  # type: ignore[misc]
+        super().remove_checkpoint(filepath)
 
     def teardown(self) -> None:
-        """Wait for the last save; raises if it failed."""
+        """Wait for the last save and raise its error if it failed."""
         if self._saver is not None:
             self._saver.close()
-        super().teardown()  # type: ignore[misc]
+        super().teardown()
 
 
-class BucketFSDPStrategy(_Sharded, FSDPStrategy):
-    """`FSDPStrategy` whose checkpoints, sharded or full (`state_dict_type`), live at bucket URIs.
+class BucketFSDPStrategy(_ShardedCheckpoints, FSDPStrategy):
+    """`FSDPStrategy` whose checkpoints, sharded or full (`state_dict_type`), are stored at bucket URIs.
 
-    With `async_save` sharded checkpoints are written in the background; the next save waits for the one before, and
-    nothing is removed before what replaces it is published.
+    With `async_save` sharded checkpoints are written in the background. The next save waits for the previous one, and
+    no checkpoint is removed before its replacement is published.
     """
 
-    def __init__(
-        self, *args: Any, store_config: StoreConfig | None = None, async_save: bool = False, **kwargs: Any
-    ) -> None:
-        kwargs.setdefault("checkpoint_io", BucketCheckpointIO(store_config))
-        super().__init__(*args, **kwargs)
-        self._set_up_bucket(store_config, async_save)
+    _model_key = "model"
+
+    def _saves_shards(self) -> bool:
+        return self._state_dict_type == "sharded"
 
     def _setup_model(self, model: torch.nn.Module) -> torch.nn.Module:
-        """On the CPU, for tests and benchmarks: there FSDP wants to be told its device, which Lightning does not."""
+        """Pass the device to FSDP on the CPU (tests and benchmarks), where it needs it and Lightning does not."""
         if self.root_device.type == "cpu":
-            from torch.distributed.fsdp import FullyShardedDataParallel
-
             model = FullyShardedDataParallel(
                 model,
                 cpu_offload=self.cpu_offload,
@@ -243,28 +261,11 @@ class BucketFSDPStrategy(_Sharded, FSDPStrategy):
             self.kwargs.pop("auto_wrap_policy", None)
         return super()._setup_model(model)
 
-    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        """Save at a URI, by all ranks together."""
-        if self._state_dict_type == "sharded":
-            self._save_sharded(checkpoint, filepath, "model")
-        else:
-            self._save_full(checkpoint, filepath)
-
-    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """Load from a URI, sharded or full, by all ranks together; the number of ranks may be another."""
-        self._wait_for_save()
-        uri = uris.from_path(self.broadcast(os.fspath(checkpoint_path)))
-        if not self._is_sharded(uri):
-            with self._local_copy(uri) as path:
-                return super().load_checkpoint(path, weights_only=weights_only)
-
-        from torch.distributed.checkpoint.optimizer import load_sharded_optimizer_state_dict
-        from torch.distributed.fsdp import FullyShardedDataParallel
-
+    def _load_shards(self, uri: str) -> None:
         assert self.model is not None
         assert self.lightning_module is not None
         sharded: Any = _get_sharded_state_dict_context(self.model)
-        with sharded, quiet(), unwrapped(uri):
+        with sharded, ignore_single_process_warnings(), unwrap_rank_errors(uri):
             state = {"model": self.model.state_dict()}
             load_sharded(state, uri, self._store_config)
             self.model.load_state_dict(state["model"], strict=self.lightning_module.strict_loading)
@@ -276,60 +277,33 @@ class BucketFSDPStrategy(_Sharded, FSDPStrategy):
                         optimizer_key=key,
                         storage_reader=DistributedReader(uri, self._store_config),
                     )
-                    optimizer.load_state_dict(
-                        FullyShardedDataParallel.optim_state_dict_to_load(
-                            optim_state_dict=loaded[key], model=self.model, optim=optimizer
-                        )
+                    own_state = FullyShardedDataParallel.optim_state_dict_to_load(
+                        optim_state_dict=loaded[key], model=self.model, optim=optimizer
                     )
-        return self._load_meta(uri, weights_only)
+                    optimizer.load_state_dict(own_state)
 
 
-class BucketModelParallelStrategy(_Sharded, ModelParallelStrategy):
+class BucketModelParallelStrategy(_ShardedCheckpoints, ModelParallelStrategy):
     """`ModelParallelStrategy` (FSDP2, tensor parallelism) whose checkpoints, distributed or full
-    (`save_distributed_checkpoint`), live at bucket URIs. `async_save` as in `BucketFSDPStrategy`."""
+    (`save_distributed_checkpoint`), are stored at bucket URIs. `async_save` is as in `BucketFSDPStrategy`."""
 
-    def __init__(
-        self, *args: Any, store_config: StoreConfig | None = None, async_save: bool = False, **kwargs: Any
-    ) -> None:
-        super().__init__(*args, **kwargs)
-        self.checkpoint_io = BucketCheckpointIO(store_config)
-        self._set_up_bucket(store_config, async_save)
+    _model_key = "state_dict"
 
-    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        """Save at a URI, by all ranks together."""
-        if self._save_distributed_checkpoint:
-            self._save_sharded(checkpoint, filepath, "state_dict")
-        else:
-            self._save_full(checkpoint, filepath)
+    def _saves_shards(self) -> bool:
+        return self._save_distributed_checkpoint
 
-    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """Load from a URI, distributed or full, by all ranks together; the number of ranks may be another."""
-        self._wait_for_save()
-        uri = uris.from_path(self.broadcast(os.fspath(checkpoint_path)))
-        if not self._is_sharded(uri):
-            with self._local_copy(uri) as path:
-                return super().load_checkpoint(path, weights_only=weights_only)
-
-        from torch.distributed.checkpoint.state_dict import (
-            StateDictOptions,
-            get_model_state_dict,
-            get_optimizer_state_dict,
-            set_optimizer_state_dict,
-        )
-
+    def _load_shards(self, uri: str) -> None:
         assert self.model is not None
         assert self.lightning_module is not None
-        state: dict[str, Any] = {"state_dict": get_model_state_dict(self.model)}
+        state: dict[str, Any] = {"state_dict": dcp_state.get_model_state_dict(self.model)}
         load_sharded(state, uri, self._store_config)
         self.model.load_state_dict(state["state_dict"], strict=self.lightning_module.strict_loading)
         for index, optimizer in enumerate(self.optimizers):
             key = f"optimizer_{index}"
-            state = {key: get_optimizer_state_dict(self.model, optimizer)}
+            state = {key: dcp_state.get_optimizer_state_dict(self.model, optimizer)}
             load_sharded(state, uri, self._store_config)
-            set_optimizer_state_dict(
-                self.model, optimizer, optim_state_dict=state[key], options=StateDictOptions(cpu_offload=True)
-            )
-        return self._load_meta(uri, weights_only)
+            options = dcp_state.StateDictOptions(cpu_offload=True)
+            dcp_state.set_optimizer_state_dict(self.model, optimizer, optim_state_dict=state[key], options=options)
 
 
 def _split(path: str | Path) -> tuple[str, str]:

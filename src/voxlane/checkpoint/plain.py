@@ -1,4 +1,4 @@
-"""`Checkpoint`: one file a checkpoint, for `torch.save`, `torch.load` and anything else that takes a file."""
+"""`Checkpoint`: single-file checkpoints for `torch.save`, `torch.load` and anything else that takes a file."""
 
 from __future__ import annotations
 
@@ -9,59 +9,49 @@ from typing import Any
 
 import torch
 
-from voxlane import uri as uris
-from voxlane.checkpoint.collective import Ranks
-from voxlane.checkpoint.reader import RangedReader
-from voxlane.checkpoint.shared_reader import SharedReader
-from voxlane.checkpoint.source import (
-    SUMS_SUFFIX,
-    Contents,
+from voxlane.checkpoint.collective import RankGroup
+from voxlane.checkpoint.reader import RangedReader, SharedReader
+from voxlane.checkpoint.torch_errors import find_refused_type, is_damaged_archive, is_unsafe_pickle
+from voxlane.checkpoint.verified_reader import (
+    CHECKSUM_SUFFIX,
     add_contents,
-    add_missing_contents,
-    open_source,
-    read_contents,
-    unchecked_before,
+    open_verified,
+    read_contents_before_save,
+    restore_contents,
 )
-from voxlane.checkpoint.writer import SummedWriter
-from voxlane.errors import CheckpointError, CorruptError, UnsafeError, VoxlaneError
+from voxlane.checkpoint.writer import ChecksummedWriter
+from voxlane.errors import CheckpointError, UnsafeError, VoxlaneError
 from voxlane.store import ObjectInfo, Store, StoreConfig
+from voxlane.uri import StrPath
 
 
-class CheckpointWriter(SummedWriter):
-    """A `Writer` that also keeps checksums, in a small object beside the file (its name and `.sums`), so that every
-    later read can be checked.
+class CheckpointWriter(ChecksummedWriter):
+    """A `Writer` that stores checksums in a small object beside the file (`NAME.sums`), so that every later read can be
+    verified.
 
-    The checksums are noted before the file is published, beside those of the file it replaces; so whenever the process
-    dies, what is there has its checksums.
+    The checksums are stored before the file is published, together with those of the file it replaces. So whenever the
+    process dies, the file that is there has its checksums.
     """
 
     def __init__(self, store: Store, key: str, size_hint: int = 0) -> None:
         super().__init__(store, key, size_hint)
-        self._before = store.submit(_known_before, store, key)
+        self._before = store.submit(read_contents_before_save, store, key)
 
     def commit(self) -> ObjectInfo:
-        """Finish the upload; when this returns the file is there, whole, with its checksums."""
+        """Finish the upload; when this returns, the file is complete and has its checksums."""
         self._check_open()
         try:
             self.finish_parts()
-            sums = self.sums()
-            add_contents(self._store, self._key, self._before.result(), sums)
+            checksums = self.checksums()
+            add_contents(self._store, self._key, self._before.result(), checksums)
             info = super().commit()
             if self._store.scheme in ("file", "memory"):
-                # No conditional writes there: another save of this name may have written over our note.
-                add_missing_contents(self._store, self._key, sums)
+                # Without conditional writes another save of this name may have overwritten our checksums.
+                restore_contents(self._store, self._key, checksums)
             return info
         except BaseException:
             self.abort()
             raise
-
-
-def _known_before(store: Store, key: str) -> Contents:
-    try:
-        contents = read_contents(store, key)
-    except CorruptError:
-        contents = Contents()
-    return contents if contents.sums else unchecked_before(store, key)
 
 
 class Checkpoint:
@@ -73,40 +63,33 @@ class Checkpoint:
         with ckpt.reader("epoch0.ckpt") as file:
             state = torch.load(file)
 
-    The writer uploads while you write, in about 100 MB of memory, and publishes only when the block ends without an
-    exception. The reader checks every block against the checksums that the writer kept.
+    The writer uploads while you write, using about 100 MB of memory, and publishes only when the block ends without an
+    exception. The reader verifies every block against the checksums that the writer stored.
     """
 
-    def __init__(self, uri: str | os.PathLike[str], config: StoreConfig | None = None) -> None:
-        parsed = uris.parse(uri)
-        self._store = Store(str(parsed), config)
-        self._prefix = parsed.key + "/" if parsed.key and not parsed.key.endswith("/") else parsed.key
+    def __init__(self, uri: StrPath, config: StoreConfig | None = None) -> None:
+        self.store, key = Store.locate(uri, config)
+        """The bucket, which counts its requests."""
+        self._prefix = key + "/" if key and not key.endswith("/") else key
 
-    @property
-    def store(self) -> Store:
-        """The bucket, with its counters."""
-        return self._store
+    def writer(self, path: StrPath, *, size_hint: int = 0) -> CheckpointWriter:
+        """Open `path` (relative to the URI) for writing; see `Writer` for when it is published. `size_hint` is the
+        approximate size in bytes; above 80 GB it is required, because parts must be larger."""
+        return CheckpointWriter(self.store, self._key(path), size_hint)
 
-    def writer(self, path: str | os.PathLike[str], *, size_hint: int = 0) -> CheckpointWriter:
-        """A file to write `path` (relative to the URI); see `Writer` for when it is published. `size_hint` is about how
-        many bytes will come: needed above 80 GB, where parts must be larger."""
-        key = self._key(path)
-        self._store.check_writable(key)
-        return CheckpointWriter(self._store, key, size_hint)
+    def reader(self, path: StrPath) -> RangedReader:
+        """Open `path` as a seekable file that is fetched in concurrent ranges and verified."""
+        return RangedReader(open_verified(self.store, self._key(path)))
 
-    def reader(self, path: str | os.PathLike[str]) -> RangedReader:
-        """A seekable file over `path`, fetched in concurrent ranges and checked."""
-        return RangedReader(open_source(self._store, self._key(path)))
-
-    def save(self, state: Any, path: str | os.PathLike[str]) -> ObjectInfo:
-        """`torch.save(state)` to `path`."""
-        with self.writer(path, size_hint=tensor_bytes(state)) as file:
+    def save(self, state: Any, path: StrPath) -> ObjectInfo:
+        """Write `state` to `path` with `torch.save`."""
+        with self.writer(path, size_hint=sum_tensor_bytes(state)) as file:
             torch.save(state, file)  # type: ignore[arg-type]
             return file.commit()
 
     def load(
         self,
-        path: str | os.PathLike[str],
+        path: StrPath,
         *,
         map_location: Any = None,
         mmap: bool = False,
@@ -114,19 +97,19 @@ class Checkpoint:
         read_once: bool = False,
         process_group: Any = None,
     ) -> Any:
-        """`torch.load` from `path`.
+        """Read `path` with `torch.load` and return the state.
 
-        With `mmap` the file is fetched to local disk, whole and in parallel, and mapped: tensors come into memory when
-        they are used. It is deleted at once, and its space is freed with the last tensor. Only with
-        `weights_only=False` may the file run code; do that for files you trust.
+        With `mmap` the file is downloaded to local disk in parallel and mapped, so tensors come into memory when they
+        are used. The file is deleted at once; its space is freed with the last tensor. With `weights_only=False` the
+        file may run code; use that only for files you trust.
 
-        With `read_once` all ranks of the process group must call this together; each block is then read by one of them
-        and sent to the others, so that a thousand ranks do not read the same bytes a thousand times.
+        With `read_once` all ranks of the process group must call this together. One rank reads each block and sends it
+        to the others, so that a thousand ranks do not read the same bytes a thousand times.
         """
-        ranks = Ranks.of(process_group) if read_once else None
+        ranks = RankGroup.current(process_group) if read_once else None
         key = self._key(path)
-        with self.reader(path) if ranks is None else SharedReader(self._store, key, ranks) as file:
-            uri = self._store.uri(key)
+        with self.reader(path) if ranks is None else SharedReader(self.store, key, ranks) as file:
+            uri = self.store.uri(key)
             if not mmap:
                 return load_file(file, uri, map_location, weights_only)
             with tempfile.TemporaryDirectory(prefix="voxlane-") as folder:
@@ -134,55 +117,48 @@ class Checkpoint:
                 file.save_to(local)
                 return load_file(local, uri, map_location, weights_only, mmap=True)
 
-    def delete(self, path: str | os.PathLike[str]) -> None:
-        """Delete `path` and its checksums, in that order."""
-        self._store.delete_one(self._key(path))
-        self._store.delete_one(self._key(path) + SUMS_SUFFIX)
+    def delete(self, path: StrPath) -> None:
+        """Delete `path` and then its checksums."""
+        self.store.delete_one(self._key(path))
+        self.store.delete_one(self._key(path) + CHECKSUM_SUFFIX)
 
-    def _key(self, path: str | os.PathLike[str]) -> str:
+    def _key(self, path: StrPath) -> str:
         return self._prefix + os.fspath(path).lstrip("/")
 
 
 def load_file(file: Any, uri: str, map_location: Any, weights_only: bool, *, mmap: bool = False) -> Any:
-    """`torch.load`, with one clear error for what is no checkpoint and for what would run code."""
+    """Call `torch.load`; raise UnsafeError if the file would run code, CheckpointError if it is no checkpoint."""
     try:
         return torch.load(file, map_location=map_location, weights_only=weights_only, mmap=mmap or None)
     except VoxlaneError:
         raise
     except pickle.UnpicklingError as error:
-        if weights_only and "Weights only load failed" in str(error):
+        if weights_only and is_unsafe_pickle(error):
             raise UnsafeError(
-                f"it holds more than tensors and plain data ({_refused(str(error))}), and reading that can run code",
+                f"it holds other objects than tensors ({find_refused_type(error)}), and reading them can run code",
                 uri=uri,
                 fix="If you trust it, pass weights_only=False, or allow the type with "
                 "torch.serialization.add_safe_globals",
             ) from None
         raise CheckpointError(f"not a torch checkpoint: {str(error).splitlines()[0]}", uri=uri) from None
     except (RuntimeError, EOFError) as error:
-        if isinstance(error, EOFError) or "PytorchStreamReader" in str(error) or "zip archive" in str(error):
+        if is_damaged_archive(error):
             raise CheckpointError(
-                "not a torch checkpoint, or a truncated one", uri=uri, fix="Load an earlier one"
+                "not a torch checkpoint, or a truncated one", uri=uri, fix="Load an earlier checkpoint"
             ) from None
         raise
     except Exception as error:
         if not weights_only:
-            raise  # perhaps of the code that the file was allowed to run
+            raise  # code that the file was allowed to run may have raised it
         raise CheckpointError(f"not a torch checkpoint ({type(error).__name__}: {error})", uri=uri) from None
 
 
-def _refused(text: str) -> str:
-    for line in text.splitlines():
-        if "GLOBAL" in line or "Unsupported" in line:
-            return line.strip().removeprefix("WeightsUnpickler error: ").split(" was not an allowed")[0]
-    return "a type that torch does not allow"
-
-
-def tensor_bytes(state: Any) -> int:
-    """About how many bytes the tensors of a nested state take."""
+def sum_tensor_bytes(state: Any) -> int:
+    """Return the size in bytes of all tensors in a nested state."""
     if isinstance(state, torch.Tensor):
         return state.nbytes
     if isinstance(state, dict):
-        return sum(tensor_bytes(value) for value in state.values())
+        return sum(sum_tensor_bytes(value) for value in state.values())
     if isinstance(state, list | tuple):
-        return sum(tensor_bytes(value) for value in state)
+        return sum(sum_tensor_bytes(value) for value in state)
     return 0

@@ -1,13 +1,12 @@
-"""A model's weights as safetensors at a URI: written as a stream, read tensor by tensor.
+"""Model weights in safetensors files at URIs: written as a stream, read tensor by tensor.
 
-The format is a length, a JSON header and plain bytes. The safetensors package works on local files and whole byte
-strings; this reads and writes the same files where they are. A test holds the two equal.
+The format is a length, a JSON header and plain bytes. The safetensors package works on local files and byte strings;
+this module reads and writes the same files in buckets. A test compares the two.
 """
 
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -15,12 +14,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from voxlane import uri as uris
 from voxlane.checkpoint.plain import CheckpointWriter
-from voxlane.checkpoint.source import Source, open_source
-from voxlane.checkpoint.wanted import Wanted, read_wanted
+from voxlane.checkpoint.read_plan import ReadTarget, read_bytes, read_targets
+from voxlane.checkpoint.verified_reader import VerifiedObject, open_verified
 from voxlane.errors import CheckpointError, ConfigError, MismatchError
 from voxlane.store import ObjectInfo, Store, StoreConfig
+from voxlane.uri import StrPath
 
 _DTYPES = {
     "F64": torch.float64,
@@ -42,36 +41,40 @@ _DTYPES = {
 }
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 _MAX_HEADER_BYTES = 100_000_000
-"""As in the safetensors package."""
+"""Longest header that is accepted, as in the safetensors package."""
 _HEADER_GUESS_BYTES = 256 * 1024
-"""Read at once in the hope that the header is no longer."""
+"""Bytes that the first request reads; most headers are shorter."""
 
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """Where a tensor lies in the file."""
+    """Type, shape and byte range of a tensor in the file."""
 
     name: str
     dtype: torch.dtype
     shape: tuple[int, ...]
     start: int
+    """First byte, counted from the start of the file."""
     stop: int
-    """Exclusive; both count from the start of the file."""
+    """End of the bytes, exclusive, counted from the start of the file."""
 
 
 def save_safetensors(
     tensors: Mapping[str, torch.Tensor],
-    uri: str | os.PathLike[str],
+    uri: StrPath,
     config: StoreConfig | None = None,
     *,
     metadata: Mapping[str, str] | None = None,
 ) -> ObjectInfo:
-    """Write a state dict's tensors to a `.safetensors` file at `uri`, in about 100 MB of memory; published when it is
-    whole. Tensors that share memory are written each for itself. `metadata`: strings to keep in the header."""
+    """Write the tensors of a state dict to a `.safetensors` file at `uri`, using about 100 MB of memory.
+
+    The file is published when it is complete. Tensors that share memory are written separately. `metadata` holds
+    strings to store in the header.
+    """
     header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
     offset = 0
-    # Larger items first, as the safetensors package does, so that every tensor is aligned to its own item size.
-    order = sorted(tensors.items(), key=lambda item: (-_plain(*item).dtype.itemsize, item[0]))
+    # Larger item sizes first, as the safetensors package does, so that every tensor is aligned to its own item size.
+    order = sorted(tensors.items(), key=lambda item: (-_require_plain(*item).dtype.itemsize, item[0]))
     for name, tensor in order:
         header[name] = {
             "dtype": _NAMES[tensor.dtype],
@@ -81,95 +84,88 @@ def save_safetensors(
         offset += tensor.nbytes
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    parsed = uris.parse(uri)
-    store = Store(str(parsed), config)
-    store.check_writable(parsed.key)
-    with CheckpointWriter(store, parsed.key, 8 + len(text) + offset) as file:
+    store, key = Store.locate(uri, config)
+    with CheckpointWriter(store, key, 8 + len(text) + offset) as file:
         file.write(len(text).to_bytes(8, "little") + text)
         for _, tensor in order:
-            file.write(_memory(tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()))
+            file.write(_view_bytes(tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()))
         return file.commit()
 
 
 class SafetensorsFile:
-    """A safetensors file at a URI. Opening reads the header; asking for tensors reads those, in concurrent ranges,
-    checked where checksums are kept.
+    """A safetensors file at a URI. Opening it reads the header; `load` reads tensors in concurrent ranges and verifies
+    them if the file has checksums.
 
         file = SafetensorsFile("gs://bucket/model.safetensors")
         file.names()
         file.load(["encoder.0.weight", "encoder.0.bias"])
     """
 
-    def __init__(self, uri: str | os.PathLike[str], config: StoreConfig | None = None) -> None:
-        parsed = uris.parse(uri)
-        self.uri = str(parsed)
-        self._source = open_source(Store(self.uri, config), parsed.key)
+    def __init__(self, uri: StrPath, config: StoreConfig | None = None) -> None:
+        self._source = open_verified(*Store.locate(uri, config))
+        self.uri = self._source.uri
         self._entries, self.metadata = _read_header(self._source)
 
     def names(self) -> list[str]:
-        """The tensors' names, in the file's order."""
+        """Return the names of the tensors in the file's order."""
         return list(self._entries)
 
     def entry(self, name: str) -> TensorEntry:
-        """Type, shape and place of a tensor."""
+        """Return the type, shape and byte range of a tensor."""
         if name not in self._entries:
             raise MismatchError(
-                f"no tensor {name!r}", uri=self.uri, fix=f"There are {len(self._entries)}, such as {self.names()[:3]}"
+                f"no tensor {name!r}",
+                uri=self.uri,
+                fix=f"The file has {len(self._entries)} tensors, such as {self.names()[:3]}",
             )
         return self._entries[name]
 
     def load(self, names: Iterable[str] | None = None) -> dict[str, torch.Tensor]:
-        """These tensors, or all of them, on the CPU; only their bytes are read."""
+        """Return these tensors (default: all) on the CPU; only their bytes are read."""
         entries = [self.entry(name) for name in (self.names() if names is None else names)]
         tensors = {e.name: torch.empty(e.shape, dtype=e.dtype) for e in entries}
-        read_wanted(self._source, [Wanted(e.start, _memory(tensors[e.name])) for e in entries])
+        read_targets(self._source, [ReadTarget(e.start, _view_bytes(tensors[e.name])) for e in entries])
         return tensors
 
 
 def load_safetensors(
-    uri: str | os.PathLike[str], config: StoreConfig | None = None, *, names: Iterable[str] | None = None
+    uri: StrPath, config: StoreConfig | None = None, *, names: Iterable[str] | None = None
 ) -> dict[str, torch.Tensor]:
-    """The tensors of a safetensors file, or those of `names`; only their bytes are read."""
+    """Return the tensors of a safetensors file, or those in `names`; only their bytes are read."""
     return SafetensorsFile(uri, config).load(names)
 
 
-def _plain(name: str, tensor: torch.Tensor) -> torch.Tensor:
+def _require_plain(name: str, tensor: torch.Tensor) -> torch.Tensor:
     if not isinstance(tensor, torch.Tensor) or tensor.layout != torch.strided or tensor.dtype not in _NAMES:
         kind = f"{tensor.dtype} {tensor.layout}" if isinstance(tensor, torch.Tensor) else type(tensor).__name__
-        raise ConfigError(f"{name!r} is a {kind}, which safetensors cannot hold", fix="Give plain, dense tensors")
+        raise ConfigError(f"{name!r} is a {kind}, which safetensors cannot store", fix="Pass plain, dense tensors")
     return tensor
 
 
-def _read(source: Source, start: int, stop: int) -> bytes:
-    data = np.empty(stop - start, np.uint8)
-    read_wanted(source, [Wanted(start, data)])
-    return data.tobytes()
-
-
-def _memory(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
+def _view_bytes(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
     return tensor.reshape(-1).view(torch.uint8).numpy()
 
 
-def _read_header(source: Source) -> tuple[dict[str, TensorEntry], dict[str, str]]:
+def _read_header(source: VerifiedObject) -> tuple[dict[str, TensorEntry], dict[str, str]]:
     size = source.info.size
-    head = _read(source, 0, min(size, _HEADER_GUESS_BYTES))
+    head = read_bytes(source, 0, min(size, _HEADER_GUESS_BYTES))
     length = int.from_bytes(head[:8], "little")
     try:
         if size < 8 or not 2 <= length <= min(_MAX_HEADER_BYTES, size - 8):
             raise ValueError("no header")
-        text = head[8 : 8 + length] if 8 + length <= len(head) else _read(source, 8, 8 + length)
+        text = head[8 : 8 + length] if 8 + length <= len(head) else read_bytes(source, 8, 8 + length)
         header = json.loads(text)
         metadata = header.pop("__metadata__", {})
-        entries = {name: _entry(name, fields, 8 + length, size) for name, fields in header.items()}
+        entries = {name: _parse_entry(name, fields, 8 + length, size) for name, fields in header.items()}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"not a safetensors file ({error})", uri=source.uri) from None
     return dict(sorted(entries.items(), key=lambda item: item[1].start)), metadata
 
 
-def _entry(name: str, fields: Mapping[str, Any], data_start: int, size: int) -> TensorEntry:
+def _parse_entry(name: str, fields: Mapping[str, Any], data_start: int, size: int) -> TensorEntry:
     low, high = fields["data_offsets"]
     entry = TensorEntry(name, _DTYPES[fields["dtype"]], tuple(fields["shape"]), data_start + low, data_start + high)
     nbytes = entry.dtype.itemsize * int(np.prod(entry.shape, dtype=np.int64))
     if not 0 <= low <= high or entry.stop > size or entry.stop - entry.start != nbytes:
-        raise ValueError(f"{name!r} lies outside the file, or is of another size than its shape")
+        raise ValueError(f"{name!r} lies outside the file, or its size does not match its shape")
     return entry

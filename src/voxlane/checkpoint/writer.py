@@ -1,35 +1,33 @@
-"""A streaming writer that takes the checksums of what it uploads."""
+"""A streaming writer that computes the checksums of what it uploads."""
 
 from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
-
-from voxlane.checkpoint.sums import BLOCK_BYTES, Sums, SumsBuilder
-from voxlane.errors import NotFoundError
+from voxlane.checkpoint.checksums import BLOCK_BYTES, ChecksumBuilder, Checksums
+from voxlane.checkpoint.verified_reader import VerifiedObject
+from voxlane.errors import CorruptError
 from voxlane.store import ObjectInfo, Store, Writer
 
-_READ_BYTES = 8 * BLOCK_BYTES
 _SMALL_BYTES = 16 * 1024
 _SMALL_TOGETHER_BYTES = 256 * 1024
 
 
-class SummedWriter(Writer):
-    """A `Writer` that knows the checksums of what was written."""
+class ChecksummedWriter(Writer):
+    """A `Writer` that computes the checksums of what was written."""
 
     def __init__(self, store: Store, key: str, size_hint: int = 0) -> None:
         super().__init__(store, key, size_hint)
-        self._builder = SumsBuilder()
+        self._builder = ChecksumBuilder()
         self._small = bytearray()
-        """Small writes, of which torch.save makes twenty for each tensor, are taken together."""
+        """Small writes that are collected and sent together; torch.save makes twenty for each tensor."""
 
     def tell(self) -> int:
-        """Bytes written so far."""
+        """Return the number of bytes written so far."""
         return super().tell() + len(self._small)
 
     def write(self, data: Any) -> int:
-        """Append `data` (any contiguous buffer); returns its length in bytes. Waits while enough is in flight."""
+        """Append `data` (any contiguous buffer) and return its length in bytes. Blocks while enough is in flight."""
         view = memoryview(data).cast("B")
         if view.nbytes < _SMALL_BYTES:
             self._check_open()
@@ -42,7 +40,7 @@ class SummedWriter(Writer):
         return view.nbytes
 
     def finish_parts(self) -> None:
-        """Send the last part of a large object now; what the caller does between this and `commit()` costs no time."""
+        """Send the last part of a large object now, so that it uploads while the caller prepares the commit."""
         self._flush_small()
         super().finish_parts()
 
@@ -58,21 +56,17 @@ class SummedWriter(Writer):
             super().write(piece)
 
     def _find_stored(self) -> ObjectInfo | None:
-        sums = self.sums()
+        info = self._store.find(self._key)
+        if info is None:
+            return None
         try:
-            info = self._store.head(self._key)
-        except NotFoundError:
+            for _ in VerifiedObject(self._store, info, [self.checksums()]).read_blocks():
+                pass
+        except CorruptError:
             return None
-        if info.size != sums.size:
-            return None
-        for start in range(0, info.size, _READ_BYTES):
-            data = np.empty(min(_READ_BYTES, info.size - start), np.uint8)
-            self._store.get_into(self._key, start, data, etag=info.etag)
-            if sums.first_bad(start, data) is not None:
-                return None
         return info
 
-    def sums(self) -> Sums:
-        """The checksums of all that was written; nothing can be written after."""
+    def checksums(self) -> Checksums:
+        """Return the checksums of everything that was written; nothing can be written afterwards."""
         self._flush_small()
         return self._builder.finish()

@@ -2,327 +2,286 @@
 
 from __future__ import annotations
 
-import argparse
+import dataclasses
+import itertools
 import os
 import re
+import shutil
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Collection, Sequence
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
+import pydantic
+
+from voxlane.cli.config_options import StoreFileOptions, StoreOptions
+from voxlane.cluster import commands as parallel
+from voxlane.cluster.slurm import jobs as slurm
+from voxlane.cluster.slurm.jobs import JobStatus
+from voxlane.cluster.slurm.script import JobOptions, SlurmJob, render_script
 from voxlane.errors import ClusterError, ConfigError, VoxlaneError
+from voxlane.settings import REMAINDER, Flag, build, iterate_fields, record, suggest_field
 
 if TYPE_CHECKING:
-    from voxlane.launch.slurm import Known
-    from voxlane.launch.slurm_script import Job
+    from voxlane.cli.flags import Invocation
     from voxlane.store import StoreConfig
 
-Commands = argparse._SubParsersAction
 _POLL_S = 1.0
 
-_SLURM = """\
-Run voxlane commands as SLURM jobs. A job of several nodes gets a Ray cluster of its own (or torchrun), which ends with
-it; when it is preempted, loses a node or comes to its time limit, it goes back to the queue and goes on from its last
-checkpoint."""
-
-_SUBMIT = """\
-Submit a voxlane command as a job. What stands after -- is the command, without `voxlane`.
-
-Under Ray, train gets a worker for every GPU (or node) unless --workers says otherwise, tune runs its trials on all
-nodes, and bench loading loads by a rank for every GPU (or node). Paths must be on disks that the nodes share; buckets
-need nothing."""
-
-_RENDER = _SUBMIT.replace("Submit a voxlane command as a job.", "Print the batch script of a voxlane command's job.")
-
 _EXAMPLES = """\
-examples:
+Examples:
   voxlane slurm submit --nodes 2 --gpus-per-node 4 --cpus-per-node 32 --time 12:00:00 -- \\
       train gs://work/kits19 --run gs://work/runs/a epochs=500
   voxlane slurm submit --nodes 4 --gpus-per-node 8 --partition gpu -- tune space.yaml gs://work/kits19 --run gs://work/search
   voxlane slurm submit --launcher torchrun --nodes 2 --gpus-per-node 4 -- train prepared --run runs/a
   voxlane slurm submit --nodes 2 --stage --local-disk '$TMPDIR' -- train /shared/kits19 --run /shared/runs/a
   voxlane slurm submit --nodes 8 --workers-per-node 4 -- bench loading gs://work/kits19 --out gs://work/bench/loading.json
-  voxlane slurm render --nodes 2 -- train prepared --run runs/a > job.sh"""
+  voxlane slurm render --nodes 2 -- train prepared --run runs/a > job.sh
+"""
 
+HELP = f"""\
+Run voxlane commands as SLURM jobs. A job of several nodes starts its own Ray cluster, or torchrun. A job that is
+preempted, loses a node or reaches its time limit returns to the queue and continues from its last checkpoint.
 
-def add_parser(commands: Commands[argparse.ArgumentParser]) -> None:
-    """Add the command."""
-    raw = argparse.RawDescriptionHelpFormatter
-    parser = commands.add_parser(
-        "slurm", help="run commands as SLURM jobs", description=_SLURM, epilog=_EXAMPLES, formatter_class=raw
-    )
+{_EXAMPLES}"""
 
-    def show(_: argparse.Namespace) -> int:
-        parser.print_help()
-        return 0
+_DETAILS = f"""
+The words after -- are the command, without `voxlane`.
 
-    parser.set_defaults(run=show)
-    inner = parser.add_subparsers(title="commands", metavar="COMMAND")
-    for name, run, words in (("submit", _submit, "submit a job"), ("render", _render, "print a job's batch script")):
-        described = _SUBMIT if name == "submit" else _RENDER
-        one = inner.add_parser(name, help=words, description=described, epilog=_EXAMPLES, formatter_class=raw)
-        _add_job(one)
-        if name == "submit":
-            one.add_argument("--follow", action="store_true", help="then print its log until it ends, and its status")
-            one.add_argument("--no-check", action="store_true", help="do not look at dataset and config before")
-        one.set_defaults(run=run)
-    status = inner.add_parser("status", help="your jobs: state, why they wait, how far they are")
-    status.add_argument("jobs", metavar="JOB", nargs="*", type=_number, help="job numbers (default: all of yours)")
-    status.set_defaults(run=_status)
-    logs = inner.add_parser("logs", help="print a job's log")
-    logs.add_argument("job", metavar="JOB", type=_number, help="job number")
-    logs.add_argument("-f", "--follow", action="store_true", help="go on until the job ends")
-    logs.set_defaults(run=_logs)
-    cancel = inner.add_parser("cancel", help="cancel jobs; what they saved is kept")
-    cancel.add_argument("jobs", metavar="JOB", nargs="+", type=_number, help="job numbers")
-    cancel.set_defaults(run=_cancel)
+With Ray, train gets one worker per GPU (or per node without GPUs) unless --workers is given, bench loading gets one
+rank per GPU (or node), and tune runs its trials on all nodes. Local paths must be on disks that the nodes share.
 
-
-def _number(text: str) -> int:
-    if not text.isdigit() or not 0 < int(text) < 1 << 32:
-        raise argparse.ArgumentTypeError(f"{text!r} is no job number")
-    return int(text)
-
-
-def _add_job(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    add("--nodes", metavar="N", type=int, default=1, help="machines (default 1)")
-    add("--cpus-per-node", metavar="N", type=int, help="cores on each")
-    add("--gpus-per-node", metavar="N", type=int, default=0, help="GPUs on each (default 0)")
-    add("--workers-per-node", metavar="N", type=int, help="ranks on each (default: one a GPU, or one)")
-    add("--mem", metavar="SIZE", help="memory of each node, such as 64G")
-    add(
-        "--time", metavar="LIMIT", help="time limit: minutes, 12:00:00, 2-12; the job goes on after it in another start"
-    )
-    add("--partition", metavar="NAME", help="the cluster's partition")
-    add("--account", metavar="NAME", help="account to charge")
-    add("--qos", metavar="NAME", help="quality of service")
-    add("--constraint", metavar="FEATURES", help="features that nodes must have")
-    add("--name", metavar="NAME", help="the job's name (default voxlane-train and such)")
-    add("--output", metavar="DIR", default=".", help="folder for logs, on a shared disk (default: here)")
-    add("--launcher", choices=("ray", "torchrun"), help="how ranks of several nodes come to be (default ray)")
-    add("--stage", action="store_true", help="copy the command's dataset to each node's own disk first")
-    add("--local-disk", metavar="DIR", help="where that is; may name variables of the job, such as '$TMPDIR'")
-    add("--setup", metavar="LINE", action="append", default=[], help="shell before it all, such as 'module load cuda'")
-    add("--sbatch", metavar="OPTION", action="append", default=[], help="one more option for sbatch, as --sbatch=--X=Y")
-    add("--requeues", metavar="N", type=int, default=100, help="starts after the first, at most (default 100; 0: none)")
-    add("--grace", metavar="SECONDS", type=int, default=60, help="warning before the time limit (default 60)")
-    add("--start-timeout", metavar="SECONDS", type=int, default=300, help="for the nodes to join (default 300)")
-    add("--python", metavar="PATH", default=sys.executable, help="interpreter on the nodes (default: this one)")
-    add("command", metavar="-- COMMAND ...", nargs=argparse.REMAINDER, help="a voxlane command")
+{_EXAMPLES}"""
 
 
 # -- submit, render ----------------------------------------------------------------------------------------------------
 
 
-def _job(options: argparse.Namespace) -> tuple[Job, argparse.Namespace]:
-    """The job that the options ask for, and the command's own options."""
-    from voxlane import settings
-    from voxlane.launch import parallel
-    from voxlane.launch.slurm_script import Job
+@record
+class RenderOptions(JobOptions):
+    """Options of `voxlane slurm render`."""
 
-    words = options.command[1:] if options.command[:1] == ["--"] else options.command
-    if not words:
-        raise ConfigError("no command was given", fix="Write it after --, such as: -- train DATA --run RUN")
-    if words[0] == "voxlane":
-        words = words[1:]
-    if words[0] in ("slurm", "emulator"):
-        raise ConfigError(f"`voxlane {words[0]}` is no command for a job")
-    inner = _parsed(words)
-    launcher = options.launcher or parallel.launcher(words, options.nodes)
-    data = _data(inner)
-    if options.stage and not data:
-        raise ConfigError(f"--stage: `voxlane {parallel.title(words)}` has no prepared dataset to copy")
-    asked = {
-        name: getattr(options, name)
-        for name in Job.__dataclass_fields__
-        if hasattr(options, name) and name not in ("command", "launcher", "output", "run", "stage")
-    }
-    job = settings.build(
-        Job,
-        {
-            **asked,
-            "command": absolute(words, _paths(inner)),
-            "launcher": launcher,
-            "output": os.path.abspath(options.output),
-            "run": _absolute(getattr(inner, "run_uri", None) or ""),
-            "stage": _absolute(data) if options.stage else None,
-            "grace_s": options.grace,
-            "start_s": options.start_timeout,
-        },
-    )
-    return job, inner
+    launcher: Literal["ray", "torchrun"] | None = None
+    """Launcher of the ranks on several nodes (default: ray)."""
+    stage: bool = False
+    """Copy the command's dataset to each node's own disk first."""
+    command: Annotated[tuple[str, ...], REMAINDER]
+    """The voxlane command to run."""
 
 
-def _parsed(words: Sequence[str]) -> argparse.Namespace:
-    """The options of a voxlane command; a wrong one ends here, with that command's usage, and not hours later."""
+@record
+class SubmitOptions(RenderOptions):
+    """Options of `voxlane slurm submit`."""
+
+    follow: bool = False
+    """Print the job's log until it ends, and exit with its status."""
+    no_check: bool = False
+    """Do not check the dataset and config before submitting."""
+
+
+def render_job(options: RenderOptions) -> int:
+    """Print the batch script of a voxlane command's job."""
+    job, _ = _make_job(options)
+    sys.stdout.write(render_script(job))
+    return 0
+
+
+def submit_job(options: SubmitOptions) -> int:
+    """Submit a voxlane command as a job."""
+    job, invocation = _make_job(options)
+    if not options.no_check:
+        _check_training(job, invocation)
+    submitted = slurm.submit(job)
+    number = submitted.id
+    print(f"job {number}: {submitted.name}, {job.nodes} node{'s' * (job.nodes > 1)}, log {submitted.log}")
+    if options.follow:
+        return _follow_log(number)
+    print(f"next: voxlane slurm status {number}; voxlane slurm logs -f {number}; voxlane slurm cancel {number}")
+    return 0
+
+
+render_job.__doc__ = f"{render_job.__doc__}\n{_DETAILS}"
+submit_job.__doc__ = f"{submit_job.__doc__}\n{_DETAILS}"
+
+
+def _make_job(options: RenderOptions) -> tuple[SlurmJob, Invocation]:
+    """Return the job that the options describe, and the command that it runs."""
     from voxlane.cli.main import parse
 
-    return parse(words)
+    words = list(options.command)
+    if words[:1] == ["voxlane"]:
+        words = words[1:]
+    if words[:1] in (["slurm"], ["emulator"]):
+        raise ConfigError(f"`voxlane {words[0]}` cannot run as a job")
+    invocation = parse(words)  # a mistake ends the command now, and not hours later in the job
+    _check_field_names(invocation)
+    data = _dataset_of(invocation)
+    if options.stage and not data:
+        raise ConfigError(f"--stage: `voxlane {parallel.command_name(words)}` has no prepared dataset to copy")
+    resources = {field.name: getattr(options, field.name) for field in dataclasses.fields(JobOptions)}
+    job_values = {
+        **resources,
+        "command": make_absolute(words, invocation.paths),
+        "launcher": options.launcher or parallel.default_launcher(words, options.nodes),
+        "output": os.path.abspath(options.output),
+        "run": _absolute_path(invocation.get("run") or ""),
+        "stage": _absolute_path(data) if options.stage else None,
+    }
+    return build(SlurmJob, job_values), invocation
 
 
-def _data(inner: argparse.Namespace) -> str:
-    """The prepared dataset of train and tune; it is the last word that is no field=value."""
-    from voxlane.cli.segmentation import _words
+def _check_field_names(invocation: Invocation) -> None:
+    """Raise ConfigError for a field=value whose field the command does not have."""
+    overrides = invocation.get("overrides")
+    if not overrides:
+        return
+    from voxlane.cli.main import load_object
+    from voxlane.store import StoreConfig
+    from voxlane.train.config import TrainConfig
 
-    if not hasattr(inner, "data") or not hasattr(inner, "overrides"):
-        return ""
-    first = [inner.space] if hasattr(inner, "space") else []
-    names = ["SPACE", "DATA"] if first else ["DATA"]
-    return _words([*first, inner.data, *inner.overrides], *names)[0][-1]
+    shared = iterate_fields(StoreConfig, "store.")
+    if invocation.name == "tune":  # SPACE holds the fields of train, and perhaps a record of them as a distribution
+        shared = iterate_fields(TrainConfig)
+        overrides = [re.sub(r"\.(choice|grid)=", "=", override) for override in overrides]
+    own = iterate_fields(load_object(invocation.get("config_class")))
+    fields = [name for name, _, _ in itertools.chain(own, shared)]
+    for name in (override.partition("=")[0] for override in overrides):
+        if not any(f"{field}.".startswith(f"{name}.") or name.startswith(f"{field}.") for field in fields):
+            nearest = suggest_field(name, fields)
+            fix = f"Did you mean {nearest}?" if nearest else f"`voxlane {invocation.name} --fields` lists them"
+            raise ConfigError(f"{name}: `voxlane {invocation.name}` has no such field", fix=fix)
 
 
-def _paths(inner: argparse.Namespace) -> set[str]:
-    """The words of the command that may be relative paths."""
-    names = ["data", "run_uri", "config", "space", "src", "dst", "out", "uri"]
-    names += ["manifest", "cache_dir", "dir", "restore", "mount"]  # of bench
-    words = [getattr(inner, name, None) for name in names]
-    words += [word for name in ("overrides", "words") for word in getattr(inner, name, [])]
-    return {word for word in words if isinstance(word, str) and not re.match(r"^[A-Za-z_][\w.]*=", word)}
+def _dataset_of(invocation: Invocation) -> str:
+    """Return the prepared dataset of train and tune; empty for the others."""
+    return str(invocation.get("data")) if invocation.name in ("train", "tune") else ""
 
 
-def absolute(words: Sequence[str], paths: set[str]) -> list[str]:
-    """The command with its relative paths made whole, because not all that runs it has this working folder."""
-    made = []
+def make_absolute(words: Sequence[str], paths: Collection[str]) -> list[str]:
+    """Return the command with its local paths made absolute, because the job may have another working folder."""
+    result = []
     for word in words:
         option, equals, value = word.partition("=")
         if word in paths:
-            made.append(_absolute(word))
+            result.append(_absolute_path(word))
         elif option.startswith("--") and equals and value in paths:
-            made.append(f"{option}={_absolute(value)}")
+            result.append(f"{option}={_absolute_path(value)}")
         else:
-            made.append(word)
-    return made
+            result.append(word)
+    return result
 
 
-def _absolute(path: str) -> str:
+def _absolute_path(path: str) -> str:
     return path if not path or "://" in path else os.path.abspath(path)
 
 
-def _render(options: argparse.Namespace) -> int:
-    from voxlane.launch.slurm_script import script
-
-    job, _ = _job(options)
-    sys.stdout.write(script(job))
-    return 0
-
-
-def _submit(options: argparse.Namespace) -> int:
-    from voxlane.launch import slurm
-
-    job, inner = _job(options)
-    if not options.no_check:
-        _check(job, inner)
-    record = slurm.submit(job)
-    print(f"job {record.id}: {record.name}, {job.nodes} node{'s' * (job.nodes > 1)}, log {record.log}")
-    if options.follow:
-        return _follow(record.id)
-    print(
-        f"next: voxlane slurm status {record.id}; voxlane slurm logs -f {record.id}; voxlane slurm cancel {record.id}"
-    )
-    return 0
-
-
-def _check(job: Job, inner: argparse.Namespace) -> None:
-    """Raise now for what the job would raise after its time in the queue."""
-    if job.command[0] != "train":
+def _check_training(job: SlurmJob, invocation: Invocation) -> None:
+    """Raise the errors of a training now that its job would raise after its time in the queue."""
+    if invocation.name != "train":
         return
-    from voxlane.cli.segmentation import _OVERRIDE, _said
-    from voxlane.errors import RunError
-    from voxlane.train.fit import checked
     from voxlane.train.run import Run
-    from voxlane.volume.prepared import Prepared
+    from voxlane.train.run_setup import check_config
+    from voxlane.volume.prepared_dataset import Prepared
 
-    said, store = _said(inner, [word for word in [inner.data, *inner.overrides] if _OVERRIDE.match(word)])
-    begun = inner.folds is None and Run(inner.run_uri, store).begun
-    if begun and not (inner.resume or inner.auto_resume):
-        raise RunError(
-            "a run is here already", uri=inner.run_uri, fix="Go on with it (--resume), or choose another --run"
-        )
-    if not begun:
-        checked(Prepared.load(_data(inner), store), said, getattr(inner, "workers", None) or job.nodes * job.per_node)
+    values, store = invocation.records["store"].load(invocation.get("overrides"))
+    run = Run(invocation.get("run"), store)
+    exists = invocation.get("folds") is None and run.exists
+    if exists and not (invocation.get("resume") or invocation.get("auto_resume")):
+        raise run.already_exists_error()
+    if not exists:
+        workers = invocation.get("workers") or job.nodes * job.per_node
+        check_config(Prepared.load(_dataset_of(invocation), store), values, workers)
 
 
 # -- status, logs, cancel ----------------------------------------------------------------------------------------------
 
+JobNumber = Annotated[int, pydantic.Field(gt=0, lt=1 << 32)]
 
-def _status(options: argparse.Namespace) -> int:
-    from voxlane.launch import slurm
 
-    found = slurm.jobs(options.jobs)
+@record
+class StatusOptions:
+    """Options of `voxlane slurm status`."""
+
+    jobs: Annotated[tuple[JobNumber, ...], Flag(positional=True, metavar="JOB")] = ()
+    """Number of a job (default: all your jobs)."""
+
+
+def print_status(options: StatusOptions) -> int:
+    """Show your jobs: state, reason for waiting, progress."""
+    listed = slurm.list_jobs(options.jobs)
     if not options.jobs:
-        found = [job for job in found if job.ours is not None]
-        if not found:
+        listed = [job for job in listed if job.voxlane_command is not None]
+        if not listed:
             print("no jobs of yours that voxlane submitted are known to SLURM")
             return 0
-    by_id = {job.id: job for job in found}
-    for number in options.jobs or [job.id for job in found]:
+    by_id = {job.id: job for job in listed}
+    for number in options.jobs or [job.id for job in listed]:
         if number in by_id:
-            print("\n".join(lines(by_id[number], _progress(by_id[number]))))
-        elif (kept := slurm.record(number)) is not None:
-            print(f"{number}  {kept.name}  ended; SLURM has forgotten it\n    log: {kept.log}")
+            print("\n".join(format_job(by_id[number], _read_progress(by_id[number]))))
+        elif (submitted := slurm.read_record(number)) is not None:
+            print(f"{number}  {submitted.name}  ended; SLURM has forgotten it\n    log: {submitted.log}")
         else:
-            raise slurm.unknown(number)
+            raise slurm.unknown_job_error(number)
     return 0
 
 
-def lines(job: Known, progress: str) -> list[str]:
-    """What is said of a job."""
-    from voxlane.launch.slurm import why_waiting
-
-    where = job.hosts or f"{job.nodes} node{'s' * (job.nodes != 1)}"
-    said = [f"{job.id}  {job.name}  {job.state}  {where}  {job.used} of {job.limit}"]
+def format_job(job: JobStatus, progress: str) -> list[str]:
+    """Return the lines of `voxlane slurm status` about a job."""
+    hosts = job.hosts or f"{job.nodes} node{'s' * (job.nodes != 1)}"
+    lines = [f"{job.id}  {job.name}  {job.state}  {hosts}  {job.elapsed} of {job.limit}"]
     if job.state == "PENDING":
         start = f"; expected to start {job.start.replace('T', ' ')}" if job.start else ""
-        said.append(f"    waits: {why_waiting(job)}{start}")
+        lines.append(f"    waits: {slurm.explain_wait(job)}{start}")
     elif job.state not in ("RUNNING", "COMPLETED") and job.reason:
-        said.append(f"    because: {job.reason}")
-    if job.ours is not None:
-        said.append(f"    {job.ours[0]} {job.ours[1]}".rstrip() + (f": {progress}" if progress else ""))
-    return said
+        lines.append(f"    because: {job.reason}")
+    if job.voxlane_command is not None:
+        lines.append(f"    {' '.join(job.voxlane_command)}".rstrip() + (f": {progress}" if progress else ""))
+    return lines
 
 
-def _progress(job: Known) -> str:
-    """How far a job's run is, as the run's folder says."""
-    from voxlane.launch import slurm
-
-    kept, ours = slurm.record(job.id), job.ours
-    if ours is None or not ours[1]:
+def _read_progress(job: JobStatus) -> str:
+    """Return the progress of a job's run, from the files of the run."""
+    command, uri = job.voxlane_command or ("", "")
+    if not uri:
         return ""
     from voxlane.train.run import Run
 
+    submitted = slurm.read_record(job.id)
     try:
-        run = Run(ours[1], _store(kept.command) if kept is not None else None)
-        if ours[0] == "tune":
-            return tuned(run.read_json("tune.json"))
-        return trained(run.read_json("run.json"), run.read_json("history.json"))
+        run = Run(uri, store_of(submitted.command) if submitted is not None else None)
+        if command == "tune":
+            return describe_search(run.read_json("tune.json"))
+        return describe_training(run.read_json("run.json"), run.read_json("history.json"))
     except VoxlaneError as error:
         return str(error)
 
 
-def _store(command: Sequence[str]) -> StoreConfig:
-    """How a command reaches its buckets."""
-    from voxlane.cli.segmentation import _said
+def store_of(command: Sequence[str]) -> StoreConfig:
+    """Return how a command reaches its buckets."""
+    from voxlane.cli.main import parse
 
-    inner = _parsed(command)
-    return _said(inner, [word for word in getattr(inner, inner.rest) if word.startswith("store.")])[1]
+    invocation = parse(command)
+    options: StoreOptions = invocation.records["store"]
+    if not isinstance(options, StoreFileOptions):  # a benchmark: no overrides of its store
+        return options.store_config()
+    return options.load([word for word in invocation.get("overrides", ()) if word.startswith("store.")])[1]
 
 
-def trained(facts: Any, history: Any) -> str:
-    """How far a training run is, from its files' content; None: not there."""
+def describe_training(facts: Any, history: Any) -> str:
+    """Return the progress of a training run from the content of its files, None where a file does not exist."""
     if not isinstance(facts, dict):
         return "not begun"
     epochs = facts.get("config", {}).get("epochs")
     if not history:
         return f"epoch 0 of {epochs}"
     last = history[-1]
-    dice = next((e["mean_dice"] for e in reversed(history) if e.get("mean_dice") is not None), None)
-    scored = f", Dice {dice:.3f}" if dice is not None else ""
-    return f"epoch {last['epoch'] + 1} of {epochs}, loss {last['loss']:.3f}{scored}"
+    dice = next((epoch["mean_dice"] for epoch in reversed(history) if epoch.get("mean_dice") is not None), None)
+    score = f", Dice {dice:.3f}" if dice is not None else ""
+    return f"epoch {last['epoch'] + 1} of {epochs}, loss {last['loss']:.3f}{score}"
 
 
-def tuned(search: Any) -> str:
-    """How far a search is, from its file's content; None: not there."""
+def describe_search(search: Any) -> str:
+    """Return the progress of a search from the content of its file, None where it does not exist."""
     if not isinstance(search, dict):
         return "not begun"
     states = [trial.get("state") for trial in search.get("trials", [])]
@@ -332,76 +291,67 @@ def tuned(search: Any) -> str:
     return f"{len(states)} trials ({counts}){best}" if states else "no trials yet"
 
 
-def _logs(options: argparse.Namespace) -> int:
-    from voxlane.launch import slurm
+@record
+class JobLogsOptions:
+    """Options of `voxlane slurm logs`."""
 
+    job: Annotated[JobNumber, Flag(positional=True)]
+    """Job number."""
+    follow: Annotated[bool, Flag("-f")] = False
+    """Print new lines until the job ends."""
+
+
+def print_logs(options: JobLogsOptions) -> int:
+    """Print the log of a job."""
     if options.follow:
-        return _follow(options.job)
-    path = slurm.log_of(options.job)
+        return _follow_log(options.job)
+    path = slurm.find_log(options.job)
     if not os.path.exists(path):
         raise ClusterError(f"job {options.job} has written no log yet", uri=path, fix="--follow waits for it")
     with open(path, encoding="utf-8", errors="replace") as file:
-        for line in file:
-            sys.stdout.write(line)
+        shutil.copyfileobj(file, sys.stdout)
     return 0
 
 
-def _follow(number: int) -> int:
-    """Print a job's log as it grows, until the job has ended; returns the job's status."""
-    from voxlane.launch import slurm
-
-    path = slurm.log_of(number)
-    for text in _growing(path, lambda: _state_line(number)):
-        sys.stdout.write(text)
-        sys.stdout.flush()
-    found = slurm.jobs([number])
-    if found and found[0].state not in ("COMPLETED", "COMPLETING"):
-        print(f"voxlane: job {number} ended: {found[0].state}", file=sys.stderr)
-        return slurm.exit_status(number) or 1
-    return 0
-
-
-def _state_line(number: int) -> tuple[bool, str]:
-    """Whether a job has ended, and what to say while it waits."""
-    from voxlane.launch import slurm
-
-    found = slurm.jobs([number])
-    if not found:
-        return True, ""
-    job = found[0]
-    waits = f"job {number} waits: {slurm.why_waiting(job)}" if job.state == "PENDING" else ""
-    return job.ended, waits
-
-
-def _growing(path: str, state: Any) -> Iterator[str]:
-    """What is in a file and what is added to it until the job has ended; a line whenever why it waits changes."""
-    place, told = 0, ""
+def _follow_log(number: int) -> int:
+    """Print a job's log as it grows and each new reason for waiting, until the job has ended; return its status."""
+    path, offset, last_reason = slurm.find_log(number), 0, ""
     while True:
-        ended, waits = state()
+        job = next(iter(slurm.list_jobs([number])), None)
         if os.path.exists(path):
             with open(path, encoding="utf-8", errors="replace") as file:
-                file.seek(place)
-                text = file.read()
-                place = file.tell()
-            if text:
-                yield text
-        if waits and waits != told:
-            yield f"{waits}\n"
-        told = waits
-        if ended:
-            return
+                file.seek(offset)
+                sys.stdout.write(file.read())
+                offset = file.tell()
+        reason = slurm.explain_wait(job) if job is not None and job.state == "PENDING" else ""
+        if reason and reason != last_reason:
+            print(f"job {number} waits: {reason}")
+        last_reason = reason
+        sys.stdout.flush()
+        if job is None or job.state == "COMPLETED":
+            return 0
+        if job.has_ended:
+            print(f"voxlane: job {number} ended: {job.state}", file=sys.stderr)
+            return slurm.read_exit_status(number) or 1
         time.sleep(_POLL_S)
 
 
-def _cancel(options: argparse.Namespace) -> int:
-    from voxlane.launch import slurm
+@record
+class CancelOptions:
+    """Options of `voxlane slurm cancel`."""
 
-    before = {job.id: job for job in slurm.jobs(options.jobs)}
+    jobs: Annotated[tuple[JobNumber, ...], Flag(positional=True, metavar="JOB")]
+    """Job numbers."""
+
+
+def cancel_jobs(options: CancelOptions) -> int:
+    """Cancel jobs; their checkpoints and results stay."""
+    by_id = {job.id: job for job in slurm.list_jobs(options.jobs)}
     for number in options.jobs:
-        if number not in before:
-            raise slurm.unknown(number)
-        if before[number].ended:
-            print(f"job {number} had ended: {before[number].state}")
+        if number not in by_id:
+            raise slurm.unknown_job_error(number)
+        if by_id[number].has_ended:
+            print(f"job {number} had ended: {by_id[number].state}")
             continue
         slurm.cancel(number)
         print(f"job {number}: cancelled; what it saved is kept, and submitting it again with --resume goes on")

@@ -2,85 +2,58 @@
 
 from __future__ import annotations
 
-import argparse
 import contextlib
-import os
-import signal
-import sys
-from types import FrameType
+from typing import Annotated
 
-from voxlane.cli.store_options import add_store_options, store_config
-from voxlane.errors import ConfigError
+import pydantic
 
-Commands = argparse._SubParsersAction
+from voxlane.cli.config_options import StoreOptions
+from voxlane.cli.signals import interrupted_by, open_in_browser, print_note
+from voxlane.settings import Flag, PathOrUri, record
 
 
-def add_parser(commands: Commands[argparse.ArgumentParser]) -> None:
-    """Add the command."""
-    parser = commands.add_parser(
-        "tensorboard",
-        help="TensorBoard of a run in a bucket",
-        description="Show a run in TensorBoard: its curves, and validation cases as rows of ground truth, scan and "
-        "prediction. RUN is a run, a search with all its trials, or a folder of runs. Its event files are copied to a "
-        "temporary folder as they grow. TensorBoard listens on this machine's loopback address only; Ctrl-C ends it.",
-        epilog="examples:\n  voxlane tensorboard gs://work/runs/a\n  voxlane tensorboard s3://work/search --port 7000",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("uri", metavar="RUN", help="URI or folder of a run, a search or many runs")
-    parser.add_argument(
-        "--port", metavar="PORT", type=int, default=6006, help="the first port to try (default 6006; 0: any)"
-    )
-    parser.add_argument(
-        "--every", metavar="SECONDS", type=float, default=10.0, help="how often the bucket is looked at (default 10)"
-    )
-    parser.add_argument("--no-open", action="store_true", help="do not open a browser")
-    parser.add_argument("--wait", action="store_true", help="wait for a run that is not there yet")
-    add_store_options(parser)
-    parser.set_defaults(run=_tensorboard)
+@record
+class TensorBoardOptions:
+    """Options of `voxlane tensorboard`."""
+
+    uri: Annotated[PathOrUri, Flag(positional=True, metavar="RUN")]
+    """URI or folder of a run, of a search with all its trials, or of many runs."""
+    port: Annotated[int, pydantic.Field(ge=0, le=65535)] = 6006
+    """First port to try; 0 picks a free one."""
+    every: Annotated[float, pydantic.Field(ge=1, le=3600), Flag(metavar="SECONDS")] = 10.0
+    """Seconds between reads of the bucket."""
+    no_open: bool = False
+    """Do not open a browser."""
+    wait: bool = False
+    """Wait for a run that does not exist yet."""
 
 
-def _tensorboard(options: argparse.Namespace) -> int:
-    from voxlane.train.board import show
+def show_tensorboard(options: TensorBoardOptions, store: StoreOptions) -> int:
+    """Show a run in TensorBoard.
 
-    if not 0 <= options.port <= 65535:
-        raise ConfigError(f"--port {options.port}", fix="Give 0 to 65535")
-    if not 1 <= options.every <= 3600:
-        raise ConfigError(f"--every {options.every:g}", fix="Give seconds, 1 to 3600")
+    Show the run's curves, and its validation cases as rows of ground truth, scan and prediction. The event files are
+    copied from the bucket to a temporary folder as they grow. TensorBoard listens only on this machine's loopback
+    address; Ctrl-C ends it.
+
+    Examples:
+      voxlane tensorboard gs://work/runs/a
+      voxlane tensorboard s3://work/search --port 7000
+    """
+    from voxlane.train.tensorboard import serve
 
     def ready(url: str) -> None:
         print(f"TensorBoard of {options.uri}: {url}", flush=True)
         if not options.no_open:
             open_in_browser(url)
 
-    before = signal.signal(signal.SIGTERM, interrupt)
-    try:
-        with contextlib.suppress(KeyboardInterrupt):  # the way it is meant to end
-            show(
-                options.uri,
-                store_config(options),
-                port=options.port,
-                every_s=options.every,
-                say=_say,
-                ready=ready,
-                wait=options.wait,
-            )
-    finally:
-        signal.signal(signal.SIGTERM, before)
+    with interrupted_by("SIGTERM"), contextlib.suppress(KeyboardInterrupt):  # Ctrl-C is the normal end
+        serve(
+            options.uri,
+            store.store_config(),
+            port=options.port,
+            every_s=options.every,
+            print_line=print_note,
+            ready=ready,
+            wait=options.wait,
+        )
     return 0
-
-
-def _say(text: str) -> None:
-    print(f"voxlane: {text}", file=sys.stderr, flush=True)
-
-
-def open_in_browser(url: str) -> None:
-    """Open a page where there is a screen: without one, a browser for terminals may come up and take this one."""
-    if sys.platform != "linux" or os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY"):
-        import webbrowser
-
-        webbrowser.open(url)
-
-
-def interrupt(number: int, frame: FrameType | None) -> None:
-    """A signal that ends a command as Ctrl-C does."""
-    raise KeyboardInterrupt

@@ -2,111 +2,106 @@
 
 from __future__ import annotations
 
-import argparse
-import signal
 import sys
-from typing import Any
+from typing import Annotated, ClassVar
 
-from voxlane.cli.segmentation import Commands, _Fields, _parser, _said, _words
-from voxlane.cli.store_options import add_store_options
+from voxlane.cli.config_options import ConfiguredOptions, StoreFileOptions, apply_overrides
+from voxlane.cli.segmentation import fill_unset
+from voxlane.cli.signals import interrupted_by
 from voxlane.errors import ConfigError
-
-_TUNE = """\
-Train many configs on DATA, several at once, and find the one with the best mean Dice on held-out cases. SPACE is a
-config file as for `voxlane train`, some of whose values are distributions:
-
-  preset: small
-  optimizer:
-    lr: {loguniform: [0.0001, 0.1]}     also uniform, quniform: [low, high, step]
-    name: {choice: [sgd, adamw]}
-  base_features: {logint: [4, 32]}      also int
-  tune:
-    trials: 20                          how it is searched: `voxlane tune --fields` lists all
-    folds: [0, 1]
-
-Optuna proposes, and trials that fall behind are stopped early (ASHA). With `grid: [..]` values every combination is
-tried. A JSON config of DistMIS is understood as well. Everything is kept in OUT: each trial's run, tune.json,
-best.yaml, best.json, report.html, TensorBoard's events. Runs on a Ray of its own on this machine, or on the cluster at
---address."""
+from voxlane.settings import ARGUMENT, OVERRIDES, Flag, PathOrUri, read_file, record
 
 
-def add_parser(commands: Commands[argparse.ArgumentParser]) -> None:
-    """Add the command."""
-    parser = _parser(
-        commands,
-        "tune",
-        help="search for the config that scores best, many trainings at once",
-        description=_TUNE,
-        epilog="examples:\n"
-        "  voxlane tune space.yaml prepared --run searches/first\n"
-        "  voxlane tune space.yaml gs://work/kits19 --run gs://work/searches/a --address auto tune.gpus_per_trial=0.5\n"
-        "  voxlane tune space.yaml prepared --run searches/first --resume --trials 40\n"
-        "  voxlane train prepared --run runs/best --config searches/first/best.yaml",
-    )
-    parser.add_argument("space", metavar="SPACE", help="YAML, JSON or TOML file of fields and distributions")
-    parser.add_argument("data", metavar="DATA", help="URI or folder of the prepared dataset")
-    parser.add_argument("overrides", metavar="field=value", nargs="*", default=[], help="fields over those of SPACE")
-    parser.add_argument("--run", dest="run_uri", metavar="OUT", required=True, help="URI or folder for the search")
-    parser.add_argument("--resume", action="store_true", help="go on: ended trials stay, others from their checkpoints")
-    parser.add_argument("--auto-resume", action="store_true", help="go on if it was begun, begin it if not")
-    parser.add_argument("--address", metavar="A", help="Ray cluster: host:port, or auto (default: one of our own)")
-    parser.add_argument("--trials", metavar="N", type=int, help="as tune.trials=N")
-    add_store_options(parser, "a YAML, JSON or TOML file whose `store` part holds StoreConfig fields for the bucket")
-    parser.add_argument("--fields", action=_Fields, load=_load)
-    parser.add_argument("--no-progress", action="store_true", help="print only the result")
-    parser.set_defaults(run=_tune, rest="overrides")
+@record
+class TuneOptions(ConfiguredOptions):
+    """Options of `voxlane tune`."""
+
+    config_class: ClassVar[str] = "voxlane.tune.space:TuneSection"
+
+    space: Annotated[PathOrUri, ARGUMENT]
+    """YAML, JSON or TOML file of fields and distributions."""
+    data: Annotated[PathOrUri, ARGUMENT]
+    """URI or folder of the prepared dataset."""
+    overrides: Annotated[tuple[str, ...], OVERRIDES] = ()
+    """Fields that replace those of SPACE."""
+    run: Annotated[PathOrUri, Flag(metavar="OUT")]
+    """URI or folder for the search."""
+    resume: bool = False
+    """Continue a search: keep finished trials, and continue the others from their checkpoints."""
+    auto_resume: bool = False
+    """Start the search, or continue it if it exists."""
+    address: Annotated[str | None, Flag(metavar="HOST:PORT")] = None
+    """Address of a running Ray cluster, or auto for the one that this machine belongs to (default: a local Ray)."""
+    trials: int | None = None
+    """Number of trials; the same as tune.trials=N."""
 
 
-def _load() -> Any:
-    from voxlane.tune.space import TunePart
+def tune_config(options: TuneOptions, store: StoreFileOptions) -> int:
+    """Search for the best config with many training runs at once.
 
-    return TunePart
+    Train many configs on DATA, several at once, and find the one with the best mean Dice on held-out cases. SPACE is a
+    config file as for `voxlane train` in which some values are distributions:
 
+      preset: small
+      optimizer:
+        lr: {loguniform: [0.0001, 0.1]}     or uniform: [low, high], quniform: [low, high, step]
+        name: {choice: [sgd, adamw]}
+      base_features: {logint: [4, 32]}      or int: [low, high]
+      tune:
+        trials: 20                          a setting of the search; `voxlane tune --fields` lists them
+        folds: [0, 1]
 
-def _tune(options: argparse.Namespace) -> int:
-    from voxlane import settings
-    from voxlane.cli.distmis import in_our_words
-    from voxlane.tune.progress import table
-    from voxlane.tune.runner import begun, tune
+    Optuna proposes configs, and trials that fall behind are stopped early (ASHA). With `grid: [...]` values, every
+    combination is tried. SPACE may also be a JSON config of DistMIS. Everything is stored in OUT: each trial's run,
+    tune.json, best.yaml, best.json, report.html and TensorBoard events. The search runs on the Ray cluster at
+    --address, or on a local Ray that is started for it.
 
-    (space, data), overrides = _words([options.space, options.data, *options.overrides], "SPACE", "DATA")
-    values = in_our_words(settings.read_file(space), options, space, searching=True)
-    said, store = _said(options, [])
-    if said:
-        raise ConfigError(f"{next(iter(said))}: --config holds only the store part here", fix="Write it into SPACE")
-    for override in overrides:
-        settings.set_dotted(values, override)
+    Examples:
+      voxlane tune space.yaml prepared --run searches/first
+      voxlane tune space.yaml gs://work/kits19 --run gs://work/searches/a --address auto tune.gpus_per_trial=0.5
+      voxlane tune space.yaml prepared --run searches/first --resume --trials 40
+      voxlane train prepared --run runs/best --config searches/first/best.yaml
+    """
+    from voxlane.tune.progress import format_table
+    from voxlane.tune.runner import search_exists, tune
+
+    space, data = options.space, options.data
+    values = read_file(space)
+    if space.endswith(".json"):
+        from voxlane.cli.distmis import translate_distmis
+
+        values, launch = translate_distmis(values, space, searching=True)
+        options = fill_unset(options, launch)
+    other_fields, store_config = store.load()
+    if other_fields:
+        name = next(iter(other_fields))
+        raise ConfigError(f"{name}: --config holds only the store part here", fix="Write it into SPACE")
+    apply_overrides(values, options.overrides)
     if options.trials is not None:
-        settings.set_dotted(values, f"tune.trials={options.trials}")
-    resume = options.resume or (options.auto_resume and begun(options.run_uri, store))
-    before = signal.signal(signal.SIGTERM, _interrupt)
+        apply_overrides(values, [f"tune.trials={options.trials}"])
+    resume = options.resume or (options.auto_resume and search_exists(options.run, store_config))
     try:
-        search = tune(
-            values,
-            data,
-            options.run_uri,
-            store,
-            resume=resume,
-            address=options.address,
-            command=["voxlane", *sys.argv[1:]],
-            progress=False if options.no_progress else None,
-            origin=space,
-        )
+        with interrupted_by("SIGTERM"):
+            search = tune(
+                values,
+                data,
+                options.run,
+                store_config,
+                resume=resume,
+                address=options.address,
+                command=["voxlane", *sys.argv[1:]],
+                progress=options.progress,
+                origin=space,
+            )
     except KeyboardInterrupt:
-        print("voxlane: interrupted; --resume goes on where the trials were", file=sys.stderr)
+        print("voxlane: interrupted; --resume continues the trials", file=sys.stderr)
         return 130
-    finally:
-        signal.signal(signal.SIGTERM, before)
-    print(table(search))
+    print(format_table(search))
     best = search.best
-    assert best is not None  # or it would have been said
-    where = options.run_uri.rstrip("/")
+    assert best is not None  # `tune` raises where no trial succeeded
+    out = options.run.rstrip("/")
     print(f"best: trial {best.id}, dice {best.dice:.4f}: {best.run}")
-    print(f"page: {where}/report.html")
+    print(f"page: {out}/report.html")
     print(f"next: voxlane evaluate {best.run}")
-    print(f"      voxlane train {data} --run RUN --config {where}/best.yaml")
+    print(f"      voxlane train {data} --run RUN --config {out}/best.yaml")
     return 0
-
-
-def _interrupt(signum: int, frame: Any) -> None:
-    raise KeyboardInterrupt

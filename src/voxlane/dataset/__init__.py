@@ -4,6 +4,6 @@ from voxlane.dataset.cache import DiskCache
 from voxlane.dataset.iterable import IterableDataset
 from voxlane.dataset.loader import DataLoader
 from voxlane.dataset.map import MapDataset, Sampler
-from voxlane.dataset.share import list_once
+from voxlane.dataset.samples import list_once
 
 __all__ = ["DataLoader", "DiskCache", "IterableDataset", "MapDataset", "Sampler", "list_once"]

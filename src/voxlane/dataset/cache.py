@@ -1,8 +1,8 @@
 """A disk cache of objects, bounded in size, shared by any number of processes.
 
-A file is named by the hash of its URI and version, written aside and renamed into place, so that whoever finds it
-finds it whole, also after a kill. The sum of sizes lives in a small locked file; when it passes the bound, the least
-recently used files go. A cache is never a reason to fail: a disk that fills up turns it off with one warning.
+A file is named by the hash of its URI and version, and is renamed into place after it is written, so that it is always
+complete, also after a kill. The sum of sizes is stored in a small locked file; when it exceeds the limit, the least
+recently used files are removed. The cache never causes a failure: if the disk is full, it is disabled with one warning.
 """
 
 from __future__ import annotations
@@ -18,29 +18,30 @@ from collections.abc import Iterator
 from typing import Any
 
 from voxlane.errors import CacheError, ConfigError
+from voxlane.uri import StrPath
 
 _log = logging.getLogger("voxlane")
 _EVICT_TO = 0.9
-"""Eviction goes down to this share of the bound, so that it is not needed again at once."""
+"""Eviction frees space down to this fraction of the limit, so that it is not needed again at once."""
 _TOUCH_AFTER_S = 60.0
-"""A hit renews a file's time only when it is older than this."""
+"""A hit updates the time of a file only if it is older than this."""
 _PARTIAL_MAX_AGE_S = 3600.0
-"""Half-written files of killed processes are removed after this time."""
+"""Age at which partly written files of killed processes are removed."""
 
 
 class DiskCache:
-    """Objects kept in `folder`, at most `max_bytes` in all. Opened on first use."""
+    """Objects cached in `folder`, at most `max_bytes` in total. Opened on first use."""
 
-    def __init__(self, folder: str | os.PathLike[str], max_bytes: int) -> None:
+    def __init__(self, folder: StrPath, max_bytes: int) -> None:
         if max_bytes <= 0:
-            raise ConfigError(f"a cache of {max_bytes} bytes", fix="Give cache_bytes above zero, or no cache")
+            raise ConfigError(f"cache_bytes must be above zero, got {max_bytes}", fix="To disable it, leave out cache")
         self.folder = os.path.abspath(os.path.expanduser(os.fspath(folder)))
         self.max_bytes = max_bytes
         self._opened = False
         self._off = False
 
     def get(self, uri: str, version: str, size: int) -> bytes | None:
-        """The object's bytes if that version is here."""
+        """Return the bytes of the object if this version is cached, else None."""
         path = self._path(uri, version)
         try:
             with open(path, "rb") as file:
@@ -48,7 +49,7 @@ class DiskCache:
                 age_s = time.time() - os.fstat(file.fileno()).st_mtime
         except OSError:
             return None
-        if len(body) != size:  # damaged outside our hands
+        if len(body) != size:  # damaged by another program
             with contextlib.suppress(OSError):
                 os.unlink(path)
             return None
@@ -58,7 +59,7 @@ class DiskCache:
         return body
 
     def put(self, uri: str, version: str, body: Any) -> None:
-        """Keep an object; evicts others to make room. Does nothing when the object alone is over the bound."""
+        """Cache an object and evict others if necessary. Does nothing if the object alone exceeds the limit."""
         size = len(body)
         if self._off or size > self.max_bytes:
             return
@@ -76,15 +77,15 @@ class DiskCache:
                 os.unlink(partial)
             self._off = True
             _log.warning(
-                "%s: the disk cache is off for this process: %s. The run goes on reading from the bucket (%s); "
-                "free some disk or give a smaller cache_bytes.",
+                "%s: the disk cache is disabled for this process: %s. Objects are read from the bucket (%s); "
+                "free some disk space or set a smaller cache_bytes.",
                 self.folder,
                 error.strerror,
                 uri,
             )
 
     def open(self) -> None:
-        """Make the folder and check that it can be written."""
+        """Create the folder and check that it is writable."""
         if self._opened:
             return
         try:
@@ -96,13 +97,13 @@ class DiskCache:
             raise CacheError(
                 f"the cache folder cannot be used: {error.strerror}",
                 uri=self.folder,
-                fix="Give a folder this user can write, on a disk with room, or leave `cache` out",
+                fix="Choose a folder that this user can write to, on a disk with free space, or leave `cache` out",
             ) from None
         self._opened = True
 
     @property
     def used_bytes(self) -> int:
-        """Bytes of the objects here now."""
+        """Size of all cached objects in bytes."""
         return sum(size for _, size, _ in self._files("objects"))
 
     def _path(self, uri: str, version: str) -> str:
@@ -111,7 +112,7 @@ class DiskCache:
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[int]:
-        """The lock file, which holds the sum of sizes, held by this process and thread alone."""
+        """Yield the locked lock file, which stores the sum of sizes."""
         handle = os.open(os.path.join(self.folder, "lock"), os.O_RDWR | os.O_CREAT, 0o666)
         try:
             fcntl.flock(handle, fcntl.LOCK_EX)
@@ -120,8 +121,7 @@ class DiskCache:
             os.close(handle)
 
     def _reserve(self, partial: str, size: int) -> None:
-        """Make room for `size` bytes and the file they will be written to, which has that size at once: whoever
-        counts meanwhile counts it."""
+        """Free space for `size` bytes and create the file for them with that size, so that it is counted at once."""
         with self._locked() as handle:
             text = os.pread(handle, 32, 0)
             if not text.strip().isdigit() or (used := int(text)) + size > self.max_bytes:
@@ -131,8 +131,8 @@ class DiskCache:
             os.pwrite(handle, f"{used + size:<32}".encode(), 0)
 
     def _evict(self, target_bytes: int) -> int:
-        """Remove least recently used files until at most `target_bytes` are left; returns what is left, with what
-        others are writing now. Counts anew, so a wrong sum mends itself here."""
+        """Remove least recently used files until at most `target_bytes` are left; return the bytes that are left,
+        including files that are being written. Recounts, so that a wrong sum is corrected here."""
         partials = list(self._files("partial"))
         abandoned = [p for p in partials if time.time() - p[0] > _PARTIAL_MAX_AGE_S]
         objects = sorted(self._files("objects"))
@@ -146,7 +146,7 @@ class DiskCache:
         return used
 
     def _files(self, kind: str) -> Iterator[tuple[float, int, str]]:
-        """(time of last use, bytes, path) of every file in one of the two folders."""
+        """Yield (time of last use, size in bytes, path) of every file in one of the two folders."""
         for folder, _, names in os.walk(os.path.join(self.folder, kind)):
             for name in names:
                 path = os.path.join(folder, name)

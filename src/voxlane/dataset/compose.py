@@ -1,8 +1,8 @@
-"""Composed download on GCS: small objects joined by the server, fetched in one request, cut apart, removed.
+"""Composed download on GCS: the server joins small objects, which are fetched in one request and split again.
 
-Each join names its sources' generations, so an object overwritten after it was listed fails the join instead of
-shifting its neighbours' bytes. The joined object lives under `COMPOSED_PREFIX` for the moments between join and
-delete; what a killed process leaves there `voxlane clean` removes.
+Each join names the generations of its sources, so that the join fails if an object was overwritten after it was listed.
+The joined object exists under `COMPOSED_PREFIX` until it has been fetched; `voxlane clean` removes objects that killed
+processes leave there.
 """
 
 from __future__ import annotations
@@ -10,41 +10,41 @@ from __future__ import annotations
 import uuid
 from collections.abc import Sequence
 from concurrent.futures import Future
+from itertools import accumulate
 
 from voxlane.errors import ChangedError, ConfigError, NotFoundError
-from voxlane.listing import Entry
 from voxlane.store import Store
 from voxlane.store.gcs_json import COMPOSED_PREFIX, GcsJson
+from voxlane.store.listing import Entry
+from voxlane.store.objects import changed_error
 
 MAX_SOURCES = 32
-"""GCS joins at most this many objects in one request."""
+"""Maximum number of objects that GCS joins in one request."""
 DEFAULT_MAX_BYTES = 100_000_000
-"""Largest joined object."""
+"""Maximum size of a joined object in bytes."""
 
 
 def plan_groups(sizes: Sequence[int], max_bytes: int) -> list[list[int]]:
-    """Consecutive indices to join: at most MAX_SOURCES objects and `max_bytes` a group, the bound included.
-
-    An object over the bound is a group of its own, and so is an empty one: there is nothing to fetch for it.
-    """
+    """Return groups of consecutive indices to join, each of at most MAX_SOURCES objects and `max_bytes` (inclusive). A
+    larger object is a group by itself. So is an empty object, because there is nothing to fetch for it."""
     groups: list[list[int]] = []
-    room = 0
+    left_bytes = 0
     for index, size in enumerate(sizes):
         if size == 0 or size > max_bytes:
             groups.append([index])
-            room = 0
+            left_bytes = 0
             continue
-        if groups and size <= room and len(groups[-1]) < MAX_SOURCES:
+        if groups and size <= left_bytes and len(groups[-1]) < MAX_SOURCES:
             groups[-1].append(index)
-            room -= size
+            left_bytes -= size
         else:
             groups.append([index])
-            room = max_bytes - size
+            left_bytes = max_bytes - size
     return groups
 
 
 class Composer:
-    """Joins, fetches, cuts and removes, on the store's threads."""
+    """Runs composed downloads on the store's threads."""
 
     def __init__(self, store: Store, max_bytes: int = DEFAULT_MAX_BYTES) -> None:
         self.max_bytes = max_bytes
@@ -52,12 +52,12 @@ class Composer:
         self._json = GcsJson(store)
 
     def check_permissions(self) -> None:
-        """Raise unless these credentials may read, create and delete objects in the bucket."""
+        """Raise unless the credentials permit to read, create and delete objects in the bucket."""
         needed = ["storage.objects.get", "storage.objects.create", "storage.objects.delete"]
         self._json.check_permissions(needed, "composed download", 'Ask for them, or pass compose="off"')
 
     def submit(self, entries: Sequence[Entry]) -> list[Future[memoryview]]:
-        """Start reading `entries` as one download; one future an entry."""
+        """Start to read `entries` as one download; return one future per entry."""
         for entry in entries:
             if entry.version is None:
                 raise ConfigError(
@@ -70,42 +70,45 @@ class Composer:
         return futures
 
     def _run(self, entries: list[Entry], futures: list[Future[memoryview]]) -> None:
-        wanted = [f.set_running_or_notify_cancel() for f in futures]
-        if not any(wanted):
+        stops = accumulate(entry.size for entry in entries)
+        running = [
+            (future, slice(stop - entry.size, stop))
+            for entry, future, stop in zip(entries, futures, stops, strict=True)
+            if future.set_running_or_notify_cancel()
+        ]
+        if not running:
             return
         target = f"{COMPOSED_PREFIX}{uuid.uuid4().hex}"
         try:
-            try:
-                self._json.compose(target, [(e.key, e.version) for e in entries])
-                body = memoryview(self._store.get(target))
-            except (ChangedError, NotFoundError) as error:
-                raise self._blame(entries) or error from None
-            if len(body) != sum(e.size for e in entries):
-                raise self._blame(entries) or ChangedError("an object changed while it was read", uri=self._store.root)
-        except BaseException as error:  # noqa: BLE001 - a thread's boundary: whoever waits for a future gets it
-            for future, go in zip(futures, wanted, strict=True):
-                if go:
-                    future.set_exception(error)
+            body = self._fetch_joined(target, entries)
+        except BaseException as error:  # noqa: BLE001 - a thread's boundary: the callers of result() get it
+            for future, _ in running:
+                future.set_exception(error)
         else:
-            start = 0
-            for entry, future, go in zip(entries, futures, wanted, strict=True):
-                if go:
-                    future.set_result(body[start : start + entry.size])
-                start += entry.size
+            for future, part in running:
+                future.set_result(body[part])
         finally:
             self._store.delete_one(target)
 
-    def _blame(self, entries: Sequence[Entry]) -> ChangedError | NotFoundError | None:
-        """Which of the sources is not what was listed."""
+    def _fetch_joined(self, target: str, entries: list[Entry]) -> memoryview:
+        try:
+            self._json.compose(target, [(e.key, e.version) for e in entries])
+            body = memoryview(self._store.get(target))
+        except (ChangedError, NotFoundError) as error:
+            raise self._find_changed(entries) or error from None
+        if len(body) != sum(e.size for e in entries):
+            raise self._find_changed(entries) or ChangedError(
+                "an object changed while it was read", uri=self._store.root
+            )
+        return body
+
+    def _find_changed(self, entries: Sequence[Entry]) -> ChangedError | NotFoundError | None:
+        """Return the error for the first source that changed after it was listed, or None."""
         for entry in entries:
             try:
-                generation = self._json.generation(entry.key)
+                current = self._store.head(entry.key).version
             except NotFoundError as error:
                 return error
-            if generation != entry.version:
-                return ChangedError(
-                    f"the object changed after it was listed (listed as generation {entry.version}, now {generation})",
-                    uri=self._store.uri(entry.key),
-                    fix="List the bucket again, or restore the object",
-                )
+            if current != entry.version:
+                return changed_error(self._store.uri(entry.key), f"as generation {entry.version}", f"{current}")
         return None

@@ -13,18 +13,18 @@ from voxlane.errors import ConfigError, StateError
 
 
 class IterableDataset(BucketDataset, torch.utils.data.IterableDataset[Any]):
-    """The objects under a URI (or of a manifest) as a stream, read ahead concurrently, in order.
+    """The objects under a URI (or of a manifest) as a stream, prefetched concurrently and yielded in order.
 
-    Takes what `MapDataset` takes, and
-    read_ahead_bytes: how much may be on its way or waiting, per process; one sample always may, whatever its size.
-        A worker therefore holds at most this plus one sample.
+    It accepts the arguments of `MapDataset`, and
+    read_ahead_bytes: maximum number of bytes per process that are being fetched or waiting; one sample is always
+        allowed, whatever its size. So a worker holds at most this plus one sample.
 
-    Shards over ranks and DataLoader workers by itself: each sample comes once in all.
+    It shards itself over ranks and DataLoader workers: each sample is yielded exactly once.
     """
 
     def __init__(self, source: Any, *, read_ahead_bytes: int = READ_AHEAD_BYTES, **arguments: Any) -> None:
         if read_ahead_bytes < 1:
-            raise ConfigError(f"read_ahead_bytes={read_ahead_bytes}", fix="Give 1 or more")
+            raise ConfigError(f"read_ahead_bytes must be at least 1, got {read_ahead_bytes}")
         super().__init__(source, **arguments)
         self.read_ahead_bytes = read_ahead_bytes
         self._taken = 0
@@ -34,7 +34,7 @@ class IterableDataset(BucketDataset, torch.utils.data.IterableDataset[Any]):
         return {**super()._order_arguments(), "read_ahead_bytes": self.read_ahead_bytes}
 
     def __len__(self) -> int:
-        """Samples this rank still gives in this epoch."""
+        """Return the number of samples that this rank has left in this epoch."""
         return self.rank_length()
 
     def __iter__(self) -> Iterator[Any]:
@@ -47,7 +47,7 @@ class IterableDataset(BucketDataset, torch.utils.data.IterableDataset[Any]):
         for sample in read_ahead(self.samples, indices, self.read_ahead_bytes):
             self._taken += 1
             value = self.take(sample)
-            if self.keep_place or not isinstance(value, Skipped):
+            if self.yield_skipped or not isinstance(value, Skipped):
                 yield value
         self.end_pass()
 
@@ -57,30 +57,30 @@ class IterableDataset(BucketDataset, torch.utils.data.IterableDataset[Any]):
         self._taken = self._skip = 0
 
     def state_dict(self) -> dict[str, Any]:
-        """Where this stream stands, after the last sample it yielded.
+        """Return the position of the stream after the last sample it yielded.
 
-        In the main process the state resumes on any number of ranks, given that all took equally many samples. In a
-        DataLoader worker (torchdata's StatefulDataLoader asks there) it resumes the same worker of as many; use
-        `voxlane.DataLoader` for a state that does not depend on workers.
+        In the main process the state resumes on any number of ranks, provided that all ranks took the same number of
+        samples. In a DataLoader worker (as with torchdata's StatefulDataLoader) it resumes only the same worker of the
+        same number; use `voxlane.DataLoader` for a state that does not depend on workers.
         """
         worker = torch.utils.data.get_worker_info()
         if worker is None:
             return self.state_after(self._taken)
-        place = {"id": worker.id, "num_workers": worker.num_workers, "block": self.block, "taken": self._taken}
-        return {**self.state_after(0), "worker": place}
+        position = {"id": worker.id, "num_workers": worker.num_workers, "block": self.block, "taken": self._taken}
+        return {**self.state_after(0), "worker": position}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue where `state_dict` was taken: exactly the remaining samples of its epoch follow."""
         state = dict(state)
-        place = state.pop("worker", None)
+        position = state.pop("worker", None)
         super().load_state_dict(state)
         self._taken = self._skip = 0
-        if place is not None:
+        if position is not None:
             worker = torch.utils.data.get_worker_info()
-            here = worker and {"id": worker.id, "num_workers": worker.num_workers, "block": self.block}
-            if here != {k: place[k] for k in ("id", "num_workers", "block")}:
+            current = worker and {"id": worker.id, "num_workers": worker.num_workers, "block": self.block}
+            if current != {name: position[name] for name in ("id", "num_workers", "block")}:
                 raise StateError(
-                    f"the state of worker {place['id']} of {place['num_workers']} was loaded elsewhere",
+                    f"the state of worker {position['id']} of {position['num_workers']} was loaded in another worker",
                     fix="Keep the number of workers, or use voxlane.DataLoader, whose state fits any number",
                 )
-            self._skip = int(place["taken"])
+            self._skip = int(position["taken"])

@@ -1,8 +1,9 @@
-"""`DataLoader`: torch's, with a state that resumes exactly, on any number of ranks and workers."""
+"""`DataLoader`: torch's DataLoader with a state that resumes exactly on any number of ranks and workers."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch.utils.data
@@ -13,37 +14,30 @@ from voxlane.dataset.map import MapDataset
 from voxlane.errors import ConfigError, VoxlaneError
 
 
-class _AllSkipped:
-    """A batch of which nothing is left."""
+def _collate_remaining(collate: Callable[[list[Any]], Any], samples: list[Any]) -> Any:
+    """Collate the samples that did not fail; return one of the `Skipped` if all of them did."""
+    remaining = [s for s in samples if not isinstance(s, Skipped)]
+    return collate(remaining) if remaining else samples[-1]
 
 
-class _Collate:
-    """The user's collate over the samples that did not fail."""
-
-    def __init__(self, collate: Callable[[list[Any]], Any]) -> None:
-        self._collate = collate
-
-    def __call__(self, samples: list[Any]) -> Any:
-        kept = [s for s in samples if not isinstance(s, Skipped)]
-        return self._collate(kept) if kept else _AllSkipped()
-
-
-def _as_raised(error: VoxlaneError) -> VoxlaneError:
-    """What a worker raised, without the worker's traceback, which torch puts into the message."""
+def _strip_worker_traceback(error: VoxlaneError) -> VoxlaneError:
+    """Return the error that a worker raised without the worker's traceback, which torch adds to the message."""
     kind = type(error)
-    head, mark, told = str(error).rpartition(f"\n{kind.__module__}.{kind.__qualname__}: ")
-    return kind(told.rstrip()) if mark and "Original Traceback" in head else error
+    head, mark, message = str(error).rpartition(f"\n{kind.__module__}.{kind.__qualname__}: ")
+    return kind(message.rstrip()) if mark and "Original Traceback" in head else error
 
 
 class DataLoader(torch.utils.data.DataLoader[Any]):
     """torch's DataLoader over a `MapDataset`, `IterableDataset` or `PatchStream`, in the dataset's order (its
     `shuffle` and `seed`), sharded over ranks, with `state_dict` and `load_state_dict`.
 
-    The state counts the batches that were given out, not those fetched ahead, and names samples, not workers: after
-    `load_state_dict` exactly the remaining samples of the epoch follow, also on another number of ranks, workers or
-    another batch size. All ranks must have taken equally many batches when it is saved. Each pass over the loader is
-    one epoch, shuffled anew. Takes torch's other arguments (num_workers, collate_fn, pin_memory, ...).
+    The state counts the batches that were returned, not those prefetched, and does not depend on workers: after
+    `load_state_dict` exactly the remaining samples of the epoch follow, also with another number of ranks or workers or
+    another batch size. All ranks must have taken the same number of batches when it is saved. Each pass over the loader
+    is one epoch with its own shuffle. Other arguments (num_workers, collate_fn, pin_memory, ...) are those of torch.
     """
+
+    dataset: Any
 
     def __init__(
         self,
@@ -57,18 +51,19 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
         for name in ("shuffle", "sampler", "batch_sampler"):
             if name in arguments:
                 raise ConfigError(
-                    f"voxlane.DataLoader takes no {name}", fix="Give shuffle and seed to the dataset, which keeps order"
+                    f"voxlane.DataLoader does not accept {name}", fix="Pass shuffle and seed to the dataset"
                 )
         if not isinstance(dataset, OrderedDataset):
             raise ConfigError(
-                f"voxlane.DataLoader over a {type(dataset).__name__}", fix="Use torch's DataLoader for other datasets"
+                f"voxlane.DataLoader does not support a {type(dataset).__name__}",
+                fix="Use torch's DataLoader for other datasets",
             )
         if not isinstance(batch_size, int) or batch_size < 1:
-            raise ConfigError(f"batch_size={batch_size}", fix="Give 1 or more")
-        collate = _Collate(collate_fn or default_collate)
+            raise ConfigError(f"batch_size must be an integer of at least 1, got {batch_size}")
+        collate = partial(_collate_remaining, collate_fn or default_collate)
         self._taken_batches = 0
         self._batches_before = 0
-        """Of this epoch, given out before `load_state_dict`."""
+        """Number of batches of this epoch that were returned before `load_state_dict`."""
         self._samples_a_batch = batch_size
         if isinstance(dataset, MapDataset):
             sampler = BatchSampler(dataset.sampler(), batch_size, drop_last)
@@ -78,50 +73,46 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
             super().__init__(stream, batch_size, drop_last=drop_last, collate_fn=collate, **arguments)
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]  # torch names its private iterator
-        dataset: Any = self.dataset
         self._taken_batches = 0
-        # For this pass only: the dataset may also be given to another loader.
-        before = dataset.block, dataset.keep_place
-        dataset.block, dataset.keep_place = self._samples_a_batch, True
+        # Set for this pass only, because another loader may use the same dataset.
+        before = self.dataset.block, self.dataset.yield_skipped
+        self.dataset.block, self.dataset.yield_skipped = self._samples_a_batch, True
         try:
             for batch in super().__iter__():
                 self._taken_batches += 1
-                if not isinstance(batch, _AllSkipped):
+                if not isinstance(batch, Skipped):
                     yield batch
         except VoxlaneError as error:
-            raise _as_raised(error) from None
+            raise _strip_worker_traceback(error) from None
         finally:
-            dataset.block, dataset.keep_place = before
+            self.dataset.block, self.dataset.yield_skipped = before
         self._taken_batches = self._batches_before = 0
-        dataset.set_epoch(dataset.epoch + 1)
+        self.dataset.set_epoch(self.dataset.epoch + 1)
 
     def __len__(self) -> int:
-        """Batches of the epoch, those given out before `load_state_dict` included, as Lightning and progress bars
-        count."""
-        dataset: Any = self.dataset
-        samples: int = dataset.rank_length()
+        """Return the number of batches of the epoch, including those before `load_state_dict`, as Lightning and
+        progress bars count."""
+        samples: int = self.dataset.rank_length()
         left = samples // self._samples_a_batch if self.drop_last else -(-samples // self._samples_a_batch)
         return self._batches_before + left
 
     def set_epoch(self, epoch: int) -> None:
-        """Start the next pass at the beginning of `epoch`; the epoch of a state that was just loaded goes on."""
-        dataset: Any = self.dataset
-        if epoch != dataset.epoch:
+        """Start the next pass at the beginning of `epoch`; the epoch of a state that was just loaded continues."""
+        if epoch != self.dataset.epoch:
             self._batches_before = 0
-        dataset.set_epoch(epoch)
+        self.dataset.set_epoch(epoch)
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the epoch stands after the batches given out so far; after the last one, the next epoch's start."""
-        dataset: Any = self.dataset
-        state: dict[str, Any] = dataset.state_after(self._taken_batches * self._samples_a_batch)
+        """Return the position in the epoch after the batches returned so far; after the last one, the start of the next
+        epoch."""
+        state: dict[str, Any] = self.dataset.state_after(self._taken_batches * self._samples_a_batch)
         batches = self._batches_before + self._taken_batches
         if batches and batches >= len(self):
             return {**state, "epoch": state["epoch"] + 1, "consumed": 0, "batches": 0}
         return {**state, "batches": batches}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue where `state_dict` was taken; the next pass gives the rest of that epoch."""
-        dataset: Any = self.dataset
-        dataset.load_state_dict({name: value for name, value in state.items() if name != "batches"})
+        """Continue where `state_dict` was taken; the next pass yields the rest of that epoch."""
+        self.dataset.load_state_dict({name: value for name, value in state.items() if name != "batches"})
         self._taken_batches = 0
         self._batches_before = int(state.get("batches", 0))

@@ -1,4 +1,4 @@
-"""The network that a plan asks for."""
+"""Construction of the network that a plan specifies."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from torch import nn
 
 from voxlane.errors import ConfigError
-from voxlane.model import mlperf, unet
+from voxlane.model import mlperf_unet, unet
 
 if TYPE_CHECKING:
     from voxlane.volume.plan import Network, Triple
@@ -16,31 +16,34 @@ if TYPE_CHECKING:
 def build(
     network: Network, channels: int, outputs: int, deep_supervision: bool = True, *, fused: bool = True
 ) -> nn.Module:
-    """The network with fresh weights from torch's random state. MLPerf's has no deep supervision: the choice is then
-    without effect. `fused`: whether it takes our kernels where they run."""
+    """Build the network with initial weights from torch's random state.
+
+    deep_supervision: has no effect on MLPerf's network, which lacks it.
+    fused: use our kernels where supported.
+    """
     if network.kind == "mlperf":
-        return mlperf.UNet3D(channels, outputs, fused=fused)
+        return mlperf_unet.UNet3D(channels, outputs, fused=fused)
     return unet.UNet(channels, outputs, network, deep_supervision=deep_supervision, fused=fused)
 
 
-def divisors(network: Network) -> Triple:
-    """What each side of a patch must be a multiple of (z, y, x)."""
-    return mlperf.DIVISORS if network.kind == "mlperf" else unet.divisors(network.strides)
+def patch_divisors(network: Network) -> Triple:
+    """Return the numbers (z, y, x) that the sides of a patch must be multiples of."""
+    return mlperf_unet.DIVISORS if network.kind == "mlperf" else unet.patch_divisors(network.strides)
 
 
 def check_patch(network: Network, patch: Triple) -> None:
-    """Raise ConfigError unless the network takes this patch: each side a multiple of its divisor, and more than one
-    voxel left at the coarsest resolution, where instance norm would otherwise divide by a spread of zero."""
-    needed = divisors(network)
+    """Raise ConfigError unless the network supports this patch: each side is a multiple of its divisor, and the
+    coarsest resolution has more than one voxel, because instance norm would otherwise divide by zero."""
+    needed = patch_divisors(network)
     for axis, size, divisor in zip("zyx", patch, needed, strict=True):
         if size < divisor or size % divisor:
             near = [n for n in (size // divisor * divisor, (size // divisor + 1) * divisor) if n]
-            fix = f"Take {' or '.join(str(n) for n in near)}"
+            fix = f"Use {' or '.join(str(n) for n in near)}"
             raise ConfigError(
-                f"patch: {size} along {axis} is no multiple of {divisor}, which the strides need", fix=fix
+                f"patch: {size} along {axis} is not a multiple of {divisor}, as the strides need", fix=fix
             )
     if patch == needed:
         raise ConfigError(
             f"patch: {list(patch)} leaves one voxel at the coarsest resolution",
-            fix="Take a patch twice as large along one axis, or fewer strides",
+            fix="Use a patch twice as large along one axis, or fewer strides",
         )

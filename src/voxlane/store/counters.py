@@ -1,9 +1,8 @@
-"""What was asked of a bucket: requests, bytes and retries, by kind."""
+"""Counters of the requests, bytes and retries of a bucket, by kind of request."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -20,12 +19,12 @@ _CLASS_B_USD_PER_10K = 0.004
 
 @dataclass(frozen=True)
 class Traffic:
-    """A reading of the counters: `by_kind[kind][field]`."""
+    """A snapshot of the counters: `by_kind[kind][field]`."""
 
     by_kind: dict[str, dict[str, int]]
 
     def total(self, field: str) -> int:
-        """Sum of one field ("requests", "retries", "bytes_read", "bytes_written") over all kinds."""
+        """Return the sum of one field ("requests", "retries", "bytes_read", "bytes_written") over all kinds."""
         return sum(kind[field] for kind in self.by_kind.values())
 
     @property
@@ -40,7 +39,7 @@ class Traffic:
 
     @property
     def bytes_read(self) -> int:
-        """Bytes of object data received: the egress."""
+        """Bytes of object data received (egress)."""
         return self.total("bytes_read")
 
     @property
@@ -64,8 +63,8 @@ class Traffic:
 
 
 class Counters:
-    """Counts in an int64 array of len(KINDS) x len(FIELDS); the array may be memory shared between processes,
-    one row a process, so that what DataLoader workers read is counted too."""
+    """Counters in an int64 array of len(KINDS) x len(FIELDS). The array may be shared memory, so that the reads of
+    DataLoader workers are counted too."""
 
     def __init__(self, cells: npt.NDArray[np.int64] | None = None) -> None:
         self._cells = np.zeros((len(KINDS), len(FIELDS)), np.int64) if cells is None else cells
@@ -79,13 +78,6 @@ class Counters:
             self._cells[KINDS.index(kind)] += (requests, retries, bytes_read, bytes_written)
 
     def read(self) -> Traffic:
-        """The counts so far."""
-        return traffic([self._cells])
-
-
-def traffic(tables: Iterable[npt.NDArray[np.int64]]) -> Traffic:
-    """The sum of several processes' tables."""
-    total = np.zeros((len(KINDS), len(FIELDS)), np.int64)
-    for table in tables:
-        total += table
-    return Traffic({k: dict(zip(FIELDS, map(int, row), strict=True)) for k, row in zip(KINDS, total, strict=True)})
+        """Return the counts so far."""
+        rows = zip(KINDS, self._cells.tolist(), strict=True)
+        return Traffic({kind: dict(zip(FIELDS, row, strict=True)) for kind, row in rows})

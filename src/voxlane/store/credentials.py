@@ -1,6 +1,6 @@
-"""From a URI and a StoreConfig to the engine's store, with credentials from where each cloud's users keep them.
+"""From a URI and a StoreConfig to the engine's store, with credentials from each cloud's usual sources.
 
-The one place of the library that reads the clouds' standard environment variables.
+This is the only module of the library that reads the clouds' standard environment variables.
 """
 
 from __future__ import annotations
@@ -19,41 +19,45 @@ from voxlane.store.config import StoreConfig
 from voxlane.store.native import obstore
 from voxlane.uri import Uri
 
-EMULATOR_TOKEN = "emulator"
-"""What a GCS emulator is sent; without any token the engine would ask the metadata server before each write."""
+_EMULATOR_TOKEN = "emulator"
+"""Token for GCS emulators; without a token the engine would ask the metadata server before each write."""
 
 
 def open_native(uri: Uri, config: StoreConfig, *, engine_retries: bool = False) -> Any:
-    """The engine's store for the bucket of `uri`. No request is made.
-
-    With `engine_retries` the engine itself retries, uncounted: for multipart uploads, whose parts we cannot repeat.
-    """
-    if uri.scheme == "gs":
-        return _gcs(uri.bucket, config, engine_retries)
-    if uri.scheme == "s3":
-        return _s3(uri.bucket, config, engine_retries)
-    if uri.scheme == "az":
-        return _azure(uri.bucket, config, engine_retries)
+    """Return the engine's store for the bucket of `uri`. No request is made. With `engine_retries` the engine itself
+    retries, uncounted. Multipart uploads need it, because their parts cannot be sent again from here."""
+    store = obstore().store
     if uri.scheme == "file":
-        return obstore().store.LocalStore("/", mkdir=True)
-    return _memory(uri.bucket)
+        return store.LocalStore("/", mkdir=True)
+    if uri.scheme == "memory":
+        return _memory(uri.bucket)
+    if uri.scheme == "gs":
+        kind, options = store.GCSStore, _gcs_options(config)
+    elif uri.scheme == "s3":
+        kind, options = store.S3Store, _s3_options(config)
+    else:
+        kind, options = store.AzureStore, _azure_options(uri.bucket, config)
+    if config.anonymous:
+        options["skip_signature"] = True
+    endpoint = options.get("endpoint") or options.get("base_url")
+    return kind(uri.bucket, **options, **_client_options(config, endpoint, engine_retries))
 
 
-def endpoint_of(uri: Uri, config: StoreConfig) -> str | None:
-    """The server of the bucket of `uri` where one was chosen, or the account's; None: the cloud's own, or a disk."""
+def resolve_endpoint(uri: Uri, config: StoreConfig) -> str | None:
+    """Return the URL of the server for `uri` if config or environment choose one (on Azure also the account's own);
+    None for a cloud's default server or a local store."""
     if uri.scheme == "gs":
         return gcs_endpoint(config)
     if uri.scheme == "s3":
-        endpoint = _s3_place(config, _aws_profile(_aws_profile_name(config)))[0]
-        return endpoint.rstrip("/") if endpoint else None
+        return _resolve_s3(config, _read_aws_profile(_aws_profile_name(config)))[0]
     if uri.scheme == "az":
-        endpoint, account, _ = _azure_place(uri.bucket, config)
+        endpoint, account, _ = _resolve_azure(uri.bucket, config)
         return endpoint or f"https://{account}.blob.core.windows.net"
     return None
 
 
 def gcs_endpoint(config: StoreConfig) -> str | None:
-    """The GCS server to talk to, or None for Google's own."""
+    """Return the URL of the GCS server, or None for Google's own."""
     endpoint = config.endpoint or os.environ.get("STORAGE_EMULATOR_HOST")
     if endpoint and "://" not in endpoint:
         endpoint = f"http://{endpoint}"
@@ -61,42 +65,36 @@ def gcs_endpoint(config: StoreConfig) -> str | None:
 
 
 def gcs_bearer_token(config: StoreConfig) -> str | None:
-    """A token given outright, or the one for emulators; None means application default credentials."""
+    """Return the configured token, or the one for emulators; None means application default credentials."""
     if config.token:
         return config.token
     endpoint = gcs_endpoint(config)
     if endpoint and not (config.service_account or config.credential_provider or _is_google(endpoint)):
-        return EMULATOR_TOKEN
+        return _EMULATOR_TOKEN
     return None
 
 
-def _gcs(bucket: str, config: StoreConfig, engine_retries: bool) -> Any:
-    store = obstore().store
-    options: dict[str, Any] = {}
+def _gcs_options(config: StoreConfig) -> dict[str, Any]:
     endpoint = gcs_endpoint(config)
-    if endpoint:
-        options["base_url"] = endpoint
-    token = gcs_bearer_token(config)
-    if config.anonymous:
-        options["skip_signature"] = True
+    options: dict[str, Any] = {"base_url": endpoint} if endpoint else {}
+    # Credentials are needed also with skip_signature: the engine's writes ignore that flag and would search for some.
     if config.credential_provider:
-        options["credential_provider"] = config.credential_provider
-    elif token:
-        # Together with skip_signature: the engine's writes ignore that flag and would go looking for credentials.
-        options["bearer_token"] = token
-    elif not config.anonymous:
-        key_file = config.service_account or os.environ.get("GOOGLE_APPLICATION_CREDENTIALS")
-        kind = _google_credential_kind(key_file)
-        if config.service_account:
-            options["service_account"] = config.service_account
-        elif kind not in (None, "service_account", "authorized_user"):
-            # Workload identity federation and impersonation: only Google's own library speaks them.
-            try:
-                from obstore.auth.google import GoogleCredentialProvider
-            except ImportError:
-                raise MissingExtraError.of("gcs", f"a Google credential of type {kind!r}") from None
-            options["credential_provider"] = GoogleCredentialProvider()
-    return store.GCSStore(bucket, **options, **_client(config, endpoint, engine_retries))
+        return {**options, "credential_provider": config.credential_provider}
+    if token := gcs_bearer_token(config):
+        return {**options, "bearer_token": token}
+    if config.anonymous:
+        return options
+    kind = _google_credential_kind(config.service_account or os.environ.get("GOOGLE_APPLICATION_CREDENTIALS"))
+    if config.service_account:
+        return {**options, "service_account": config.service_account}
+    if kind in (None, "service_account", "authorized_user"):
+        return options
+    # Only Google's own library supports workload identity federation and impersonation.
+    try:
+        from obstore.auth.google import GoogleCredentialProvider
+    except ImportError:
+        raise MissingExtraError.of("gcs", f"a Google credential of type {kind!r}") from None
+    return {**options, "credential_provider": GoogleCredentialProvider()}
 
 
 def _google_credential_kind(path: str | None) -> str | None:
@@ -118,25 +116,20 @@ def _google_credential_kind(path: str | None) -> str | None:
     return str(kind) if kind else None
 
 
-def _s3_place(config: StoreConfig, profile: Mapping[str, str]) -> tuple[str | None, str]:
-    """Endpoint (None for Amazon's own) and region."""
-    environment = os.environ
-    endpoint = (
-        config.endpoint
-        or environment.get("AWS_ENDPOINT_URL_S3")
-        or environment.get("AWS_ENDPOINT_URL")
-        or profile.get("endpoint_url")
-    )
-    region = config.region or environment.get("AWS_REGION") or environment.get("AWS_DEFAULT_REGION")
-    return endpoint, region or profile.get("region") or "us-east-1"
+def _resolve_s3(config: StoreConfig, profile: Mapping[str, str]) -> tuple[str | None, str]:
+    """Return the endpoint (None for Amazon's own) and the region."""
+    endpoint = config.endpoint or _read_environment("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL")
+    endpoint = endpoint or profile.get("endpoint_url")
+    region = config.region or _read_environment("AWS_REGION", "AWS_DEFAULT_REGION") or profile.get("region")
+    return endpoint.rstrip("/") if endpoint else None, region or "us-east-1"
 
 
 def _aws_profile_name(config: StoreConfig) -> str | None:
-    return config.profile or os.environ.get("AWS_PROFILE") or os.environ.get("AWS_DEFAULT_PROFILE")
+    return config.profile or _read_environment("AWS_PROFILE", "AWS_DEFAULT_PROFILE")
 
 
 def s3_client(config: StoreConfig) -> Any:
-    """A boto3 client for what the engine cannot ask of S3; credentials as the engine's."""
+    """Return a boto3 client, with the engine's credentials, for requests that the engine lacks."""
     try:
         import boto3
         import botocore
@@ -144,52 +137,52 @@ def s3_client(config: StoreConfig) -> Any:
     except ImportError:
         raise MissingExtraError.of("s3", "listing unfinished uploads on S3") from None
     profile_name = _aws_profile_name(config)
-    endpoint, region = _s3_place(config, _aws_profile(profile_name))
-    style = {"addressing_style": "path"} if endpoint else {}
-    options: dict[str, Any] = {"s3": style, "connect_timeout": config.connect_timeout_s}
-    if config.anonymous:
-        options["signature_version"] = botocore.UNSIGNED
-    keys: dict[str, Any] = {
-        "aws_access_key_id": config.access_key_id,
-        "aws_secret_access_key": config.secret_access_key,
-        "aws_session_token": config.session_token,
-    }
-    session = boto3.Session(profile_name=profile_name, region_name=region, **keys)
-    return session.client("s3", endpoint_url=endpoint, config=Config(**options))
+    endpoint, region = _resolve_s3(config, _read_aws_profile(profile_name))
+    session = boto3.Session(
+        profile_name=profile_name,
+        region_name=region,
+        aws_access_key_id=config.access_key_id,
+        aws_secret_access_key=config.secret_access_key,
+        aws_session_token=config.session_token,
+    )
+    options = Config(
+        s3={"addressing_style": "path"} if endpoint else {},
+        connect_timeout=config.connect_timeout_s,
+        signature_version=botocore.UNSIGNED if config.anonymous else None,
+    )
+    return session.client("s3", endpoint_url=endpoint, config=options)
 
 
-def _s3(bucket: str, config: StoreConfig, engine_retries: bool) -> Any:
-    store = obstore().store
-    environment = os.environ
+def _s3_options(config: StoreConfig) -> dict[str, Any]:
     profile_name = _aws_profile_name(config)
-    profile = _aws_profile(profile_name)
-    endpoint, region = _s3_place(config, profile)
-    options: dict[str, Any] = {"region": region}
-    if endpoint:
-        options["endpoint"] = endpoint.rstrip("/")
+    profile = _read_aws_profile(profile_name)
+    endpoint, region = _resolve_s3(config, profile)
+    options: dict[str, Any] = {"region": region} | ({"endpoint": endpoint} if endpoint else {})
     if config.anonymous:
-        options["skip_signature"] = True
-    elif config.credential_provider:
+        return options
+    if config.credential_provider:
         options["credential_provider"] = config.credential_provider
     elif config.access_key_id:
-        options["access_key_id"] = config.access_key_id
-        options["secret_access_key"] = config.secret_access_key
-        if config.session_token:
-            options["session_token"] = config.session_token
-    elif config.profile or "AWS_ACCESS_KEY_ID" not in environment:
+        options |= _s3_keys(config.access_key_id, config.secret_access_key, config.session_token)
+    elif config.profile or "AWS_ACCESS_KEY_ID" not in os.environ:
         options |= _aws_profile_credentials(profile_name, profile)
-    return store.S3Store(bucket, **options, **_client(config, endpoint, engine_retries))
+    return options
 
 
-def _aws_profile(name: str | None) -> Mapping[str, str]:
-    """The merged settings of one profile; empty when no files name it and it was not asked for."""
+def _s3_keys(access_key_id: str, secret_access_key: str | None, session_token: str | None) -> dict[str, Any]:
+    keys = {"access_key_id": access_key_id, "secret_access_key": secret_access_key}
+    return keys | ({"session_token": session_token} if session_token else {})
+
+
+def _read_aws_profile(name: str | None) -> Mapping[str, str]:
+    """Return the merged settings of a profile; empty if `name` is None and there is no default profile."""
     config_file = os.path.expanduser(os.environ.get("AWS_CONFIG_FILE", "~/.aws/config"))
     secrets_file = os.path.expanduser(os.environ.get("AWS_SHARED_CREDENTIALS_FILE", "~/.aws/credentials"))
-    wanted = name or "default"
+    profile = name or "default"
     merged: dict[str, str] = {}
     for path, section in (
-        (config_file, "default" if wanted == "default" else f"profile {wanted}"),
-        (secrets_file, wanted),
+        (config_file, "default" if profile == "default" else f"profile {profile}"),
+        (secrets_file, profile),
     ):
         parser = configparser.ConfigParser(interpolation=None)
         try:
@@ -207,13 +200,8 @@ def _aws_profile(name: str | None) -> Mapping[str, str]:
 
 def _aws_profile_credentials(name: str | None, profile: Mapping[str, str]) -> dict[str, Any]:
     if "aws_access_key_id" in profile and "aws_secret_access_key" in profile:
-        keys = {
-            "access_key_id": profile["aws_access_key_id"],
-            "secret_access_key": profile["aws_secret_access_key"],
-        }
-        if "aws_session_token" in profile:
-            keys["session_token"] = profile["aws_session_token"]
-        return keys
+        token = profile.get("aws_session_token")
+        return _s3_keys(profile["aws_access_key_id"], profile["aws_secret_access_key"], token)
     if any(k.startswith("sso_") or k in ("role_arn", "credential_process") for k in profile):
         try:
             import boto3
@@ -223,62 +211,60 @@ def _aws_profile_credentials(name: str | None, profile: Mapping[str, str]) -> di
                 "s3", f"the AWS profile {name or 'default'!r} (SSO or an assumed role)"
             ) from None
         return {"credential_provider": Boto3CredentialProvider(boto3.Session(profile_name=name))}
-    return {}  # web identity, container and instance credentials: the engine finds them itself
+    return {}  # the engine itself finds web identity, container and instance credentials
 
 
-def _azure_place(container: str, config: StoreConfig) -> tuple[str | None, str, str | None]:
-    """Endpoint (None for Azure's own), account and account key, where there is one."""
-    environment = os.environ
-    account = (
-        config.account or environment.get("AZURE_STORAGE_ACCOUNT_NAME") or environment.get("AZURE_STORAGE_ACCOUNT")
-    )
+def _resolve_azure(container: str, config: StoreConfig) -> tuple[str | None, str, str | None]:
+    """Return the endpoint (None for Azure's own), the account, and the account key or None."""
+    account = config.account or _read_environment("AZURE_STORAGE_ACCOUNT_NAME", "AZURE_STORAGE_ACCOUNT")
     if not account:
         raise CredentialsError(
-            "no Azure storage account is named", uri=f"az://{container}", fix="Set AZURE_STORAGE_ACCOUNT_NAME"
+            "no Azure storage account is set", uri=f"az://{container}", fix="Set AZURE_STORAGE_ACCOUNT_NAME"
         )
-    endpoint = config.endpoint or environment.get("AZURE_STORAGE_ENDPOINT")
-    return endpoint, account, config.account_key or environment.get("AZURE_STORAGE_KEY")
+    endpoint = config.endpoint or _read_environment("AZURE_STORAGE_ENDPOINT")
+    return endpoint, account, config.account_key or _read_environment("AZURE_STORAGE_KEY")
 
 
 def azure_container(container: str, config: StoreConfig) -> Any:
-    """A client of Azure's own library for what the engine cannot ask; a context manager."""
+    """Return a container client of Azure's own library, a context manager, for requests that the engine lacks."""
     try:
         from azure.storage.blob import ContainerClient
     except ImportError:
         raise MissingExtraError.of("azure", "listing unfinished uploads on Azure") from None
-    endpoint, account, key = _azure_place(container, config)
+    endpoint, account, key = _resolve_azure(container, config)
     if key is None:
         raise CredentialsError(
             "listing unfinished uploads on Azure needs the account's key",
             uri=f"az://{container}",
-            fix="Set AZURE_STORAGE_KEY; without it, Azure drops them by itself after a week",
+            fix="Set AZURE_STORAGE_KEY; otherwise Azure drops them after a week",
         )
     return ContainerClient(endpoint or f"https://{account}.blob.core.windows.net", container, credential=key)
 
 
-def _azure(container: str, config: StoreConfig, engine_retries: bool) -> Any:
-    store = obstore().store
-    environment = os.environ
-    endpoint, account, key = _azure_place(container, config)
-    options: dict[str, Any] = {"account_name": account}
-    if endpoint:
-        options["endpoint"] = endpoint.rstrip("/")
+def _azure_options(container: str, config: StoreConfig) -> dict[str, Any]:
+    endpoint, account, key = _resolve_azure(container, config)
+    options: dict[str, Any] = {"account_name": account} | ({"endpoint": endpoint.rstrip("/")} if endpoint else {})
     if config.anonymous:
-        options["skip_signature"] = True
-    elif config.credential_provider:
+        return options
+    if config.credential_provider:
         options["credential_provider"] = config.credential_provider
     elif key:
         options["account_key"] = key
-    elif not any(name.startswith(("AZURE_CLIENT_", "AZURE_FEDERATED_", "AZURE_STORAGE_S")) for name in environment):
+    elif not any(name.startswith(("AZURE_CLIENT_", "AZURE_FEDERATED_", "AZURE_STORAGE_S")) for name in os.environ):
         options["use_azure_cli"] = shutil.which("az") is not None
-    return store.AzureStore(container, **options, **_client(config, endpoint, engine_retries))
+    return options
+
+
+def _read_environment(*names: str) -> str | None:
+    """Return the first of these variables that is set and not empty."""
+    return next((value for name in names if (value := os.environ.get(name))), None)
 
 
 _memory_stores: dict[str, tuple[int, Any]] = {}
 
 
 def _memory(name: str) -> Any:
-    """The process's in-memory store of that name; it is gone with the process and is not seen by others."""
+    """Return the in-memory store of that name, which exists only in this process."""
     pid, store = _memory_stores.setdefault(name, (os.getpid(), obstore().store.MemoryStore()))
     if pid != os.getpid():
         raise ConfigError(
@@ -287,7 +273,7 @@ def _memory(name: str) -> Any:
     return store
 
 
-def _client(config: StoreConfig, endpoint: str | None, engine_retries: bool) -> dict[str, Any]:
+def _client_options(config: StoreConfig, endpoint: str | None, engine_retries: bool) -> dict[str, Any]:
     retry = config.retry
     engine_retry = {
         "max_retries": 20,
@@ -303,10 +289,10 @@ def _client(config: StoreConfig, endpoint: str | None, engine_retries: bool) -> 
             "allow_http": bool(endpoint and endpoint.startswith("http://")),
             "connect_timeout": timedelta(seconds=config.connect_timeout_s),
             "read_timeout": timedelta(seconds=config.read_timeout_s),
-            "timeout": timedelta(days=1),  # of a whole request; silence is what read_timeout catches
+            "timeout": timedelta(days=1),  # for a complete request; read_timeout limits silence
             "user_agent": "voxlane",
         },
-        # Retries are ours, so that they are counted and follow RetryConfig.
+        # Store.call retries, so that retries are counted and follow RetryConfig.
         "retry_config": engine_retry if engine_retries and retry.deadline_s else {"max_retries": 0},
     }
 

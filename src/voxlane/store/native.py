@@ -1,9 +1,9 @@
 """The byte engine (obstore) for this process, also after a fork.
 
-obstore runs a thread pool of its own inside its extension module. A forked child inherits the pool's memory but not
-its threads, so any call in the child would wait for ever. The child therefore imports the package anew with the
-extension module loaded from a private copy of its file: another inode, so the dynamic loader maps it again with
-fresh state. One copy on disk serves all children of one fork depth (about 15 MB; 50 ms a child, measured).
+obstore runs its own thread pool inside its extension module. A forked child inherits the pool's memory but not its
+threads, so any call in the child would wait for ever. The child therefore imports the package again, with the extension
+module loaded from a private copy of its file: it has another inode, so the dynamic loader maps it again with fresh
+state. One copy on disk (about 15 MB) serves all children of one fork depth; loading it takes 50 ms per child.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _lock = threading.Lock()
 _depth = 0
 _stale = False
 _keep_alive: list[Any] = []
-"""Modules of the parent, never dropped in the child: their destructors would talk to threads that are gone."""
+"""Modules of the parent, never freed in the child: their destructors would wait for threads that do not exist."""
 
 
 def _after_fork_in_child() -> None:
@@ -41,7 +41,7 @@ os.register_at_fork(after_in_child=_after_fork_in_child)
 
 
 def obstore() -> Any:
-    """The obstore package, safe to call in this process."""
+    """Return the obstore package, safe to call in this process."""
     global _stale, _depth
     with _lock:
         if _stale:
@@ -52,11 +52,11 @@ def obstore() -> Any:
 
 
 def _import_private_copy(depth: int) -> None:
-    # A copy first: other threads of this child may be importing, and looking through a dict that grows fails.
+    # Iterate over a copy: other threads of this child may be importing, and a dict must not grow during iteration.
     old = {name: m for name, m in sys.modules.copy().items() if name == "obstore" or name.startswith("obstore.")}
     _keep_alive.append(old)
     original = _origin(old)
-    if original is None:  # imported in part only; an ordinary import starts fresh
+    if original is None:  # imported only partly; an ordinary import starts fresh
         return
     if depth > 1:  # this process is a fork of a fork: `original` is already a private copy
         original = _origin(_keep_alive[0]) or original
@@ -71,13 +71,13 @@ def _import_private_copy(depth: int) -> None:
 
 
 def _origin(modules: dict[str, ModuleType]) -> str | None:
-    """The file the extension module was loaded from."""
+    """Return the file that the extension module was loaded from."""
     spec = modules[_EXTENSION].__spec__ if _EXTENSION in modules else None
     return spec.origin if spec else None
 
 
 class _PrivateExtension:
-    """Finds the extension module in the private copy, and nothing else."""
+    """An import finder for the extension module in its private copy."""
 
     def __init__(self, path: str) -> None:
         self._path = path
@@ -90,7 +90,7 @@ class _PrivateExtension:
 
 
 def _private_copy(original: str, depth: int) -> str:
-    """Path of a copy of `original` that no process of a smaller fork depth has loaded."""
+    """Return the path of a copy of `original` that no process of a smaller fork depth has loaded."""
     info = os.stat(original)
     name = f"obstore-{info.st_ino:x}-{info.st_mtime_ns:x}-{info.st_size:x}-{depth}.so"
     try:
@@ -108,14 +108,14 @@ def _private_copy(original: str, depth: int) -> str:
 
 
 def _remove_old_copies(folder: str) -> None:
-    """Copies of other versions; processes that have one loaded keep it."""
+    """Remove old copies; processes that have loaded one are not affected."""
     for entry in os.scandir(folder):
         if entry.name.startswith("obstore-") and time.time() - entry.stat().st_mtime > _COPY_MAX_AGE_S:
             os.unlink(entry.path)
 
 
 def _private_folder() -> str:
-    """A folder only this user can write, since code is loaded from it."""
+    """Return a folder that only this user can write to, because code is loaded from it."""
     folder = os.path.join(tempfile.gettempdir(), f"voxlane-{os.getuid()}")
     os.makedirs(folder, mode=0o700, exist_ok=True)
     info = os.lstat(folder)
@@ -125,7 +125,7 @@ def _private_folder() -> str:
 
 
 def _memory_copy(original: str) -> str:
-    """A copy in anonymous memory, for hosts whose temporary folder is full, shared or read-only."""
+    """Return the path of a copy in anonymous memory, for hosts whose temporary folder is full, shared or read-only."""
     handle = os.memfd_create("voxlane-obstore")
     with open(original, "rb") as source, os.fdopen(os.dup(handle), "wb") as target:
         shutil.copyfileobj(source, target, 1 << 20)

@@ -8,30 +8,29 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Span:
-    """Bytes `[start, stop)` of one object."""
+    """The bytes `[start, stop)` of one object."""
 
     start: int
     stop: int
 
     @property
     def size(self) -> int:
-        """Bytes."""
+        """Length in bytes."""
         return self.stop - self.start
 
 
 @dataclass(frozen=True)
 class Coalesced:
-    """Which requests to make, and where each span lies in their bodies."""
+    """The requests to make, and the position of each span in their bodies."""
 
-    spans: list[Span]
     groups: list[Span]
-    """The requests, by start."""
+    """Ranges of the requests, ordered by start."""
     places: list[tuple[int, int]]
-    """For each span: index into `groups`, and its first byte in that group's body."""
+    """For each span, the index into `groups` and the offset of its first byte in that group's body."""
 
 
 def coalesce(spans: Sequence[Span], *, max_gap_bytes: int) -> Coalesced:
-    """Join spans that overlap or lie at most `max_gap_bytes` apart into one request."""
+    """Combine spans that overlap or lie at most `max_gap_bytes` apart into one request."""
     groups: list[Span] = []
     places: list[tuple[int, int]] = [(0, 0)] * len(spans)
     for index in sorted(range(len(spans)), key=lambda i: (spans[i].start, spans[i].stop)):
@@ -41,9 +40,9 @@ def coalesce(spans: Sequence[Span], *, max_gap_bytes: int) -> Coalesced:
         else:
             groups.append(span)
         places[index] = (len(groups) - 1, span.start - groups[-1].start)
-    return Coalesced(list(spans), groups, places)
+    return Coalesced(groups, places)
 
 
 def split(size_bytes: int, part_bytes: int) -> list[Span]:
-    """An object of `size_bytes` as consecutive parts of at most `part_bytes`, none empty."""
+    """Split an object of `size_bytes` into consecutive parts of at most `part_bytes`, none empty."""
     return [Span(start, min(start + part_bytes, size_bytes)) for start in range(0, size_bytes, part_bytes)]

@@ -1,64 +1,72 @@
-"""Unfinished uploads: what a killed process leaves hidden in a bucket, and is billed for, until somebody drops it.
+"""What a killed process leaves in a bucket, billed until somebody removes it: unfinished uploads, and joined objects.
 
-The byte engine can neither list nor drop them, so each service is asked in its own way.
+The byte engine can neither list nor drop uploads, so each service has its own functions here.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import urllib.parse
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Iterator
 from dataclasses import dataclass
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from typing import Any
 
 from voxlane import uri as uris
-from voxlane.errors import BucketNotFoundError, NotFoundError, StoreError
-from voxlane.store.bucket import Store
+from voxlane.errors import BucketNotFoundError, StoreError
+from voxlane.store.bucket import Store, ignore_missing_object
 from voxlane.store.credentials import azure_container, s3_client
-from voxlane.store.gcs_json import GcsJson
+from voxlane.store.gcs_json import COMPOSED_PREFIX, GcsJson
+from voxlane.store.objects import ObjectInfo
 
 _STAGED = re.compile(r"#\d+$")
-"""How the engine names a local file that it has not finished."""
+"""Suffix that the engine gives to a local file that it has not finished."""
 
 
 @dataclass(frozen=True)
 class OpenUpload:
-    """An upload that was begun and neither finished nor dropped."""
+    """An upload that was started and neither finished nor dropped."""
 
     key: str
-    """The object it would have become."""
+    """Key of the object that it would have become."""
     upload_id: str
     started: datetime
-    """When it was begun; of a local file, when it was last written."""
+    """When it was started or, for a local file, last written."""
 
 
-def open_uploads(store: Store, prefix: str) -> list[OpenUpload]:
-    """The unfinished uploads of keys that start with `prefix`."""
+def find_leftovers(store: Store, *, older_than_s: float) -> tuple[list[ObjectInfo], int]:
+    """Return the joined objects of composed downloads that were written at least `older_than_s` ago, and the number of
+    younger ones."""
+    before = datetime.now(UTC) - timedelta(seconds=older_than_s)
+    listed = list(store.list_folder(COMPOSED_PREFIX))
+    leftovers = [joined for joined in listed if joined.modified is not None and joined.modified <= before]
+    return leftovers, len(listed) - len(leftovers)
+
+
+def list_open_uploads(store: Store, prefix: str) -> list[OpenUpload]:
+    """Return the unfinished uploads of keys that start with `prefix`."""
     listings = {"s3": _list_s3, "gs": _list_gcs, "az": _list_azure, "file": _list_local}
     return list(listings[store.scheme](store, prefix)) if store.scheme in listings else []
 
 
 def drop_upload(store: Store, upload: OpenUpload) -> None:
-    """Tell the service to drop what was uploaded; one that is gone already is no error."""
+    """Drop an unfinished upload; it is no error if it no longer exists."""
     if store.scheme == "file":
         store.counters.add("delete")
         if os.path.exists(upload.upload_id):
             os.unlink(upload.upload_id)
     elif store.scheme == "gs":
-        bucket, key = uris.quote(uris.parse(store.root).bucket), urllib.parse.quote(upload.key)
+        bucket, key = uris.quote(store.bucket), urllib.parse.quote(upload.key)
         query = urllib.parse.urlencode({"uploadId": upload.upload_id})
-        try:
+        with ignore_missing_object():
             GcsJson(store).send("delete", "DELETE", f"/{bucket}/{key}?{query}", upload.key)
-        except NotFoundError as error:
-            if type(error) is not NotFoundError:
-                raise
     elif store.scheme == "s3":
-        with _said_by_boto3(store):
+        with _translate_boto3_errors(store):
             s3_client(store.config).abort_multipart_upload(
-                Bucket=uris.parse(store.root).bucket, Key=upload.key, UploadId=upload.upload_id
+                Bucket=store.bucket, Key=upload.key, UploadId=upload.upload_id
             )
         store.counters.add("delete")
     elif store.scheme == "az":
@@ -66,8 +74,8 @@ def drop_upload(store: Store, upload: OpenUpload) -> None:
 
 
 def _list_s3(store: Store, prefix: str) -> Iterator[OpenUpload]:
-    bucket = uris.parse(store.root).bucket
-    with _said_by_boto3(store):
+    bucket = store.bucket
+    with _translate_boto3_errors(store):
         pages = s3_client(store.config).get_paginator("list_multipart_uploads").paginate(Bucket=bucket, Prefix=prefix)
         for page in pages:
             store.counters.add("list")
@@ -76,34 +84,30 @@ def _list_s3(store: Store, prefix: str) -> Iterator[OpenUpload]:
                     yield OpenUpload(upload["Key"], upload["UploadId"], upload["Initiated"].astimezone(UTC))
 
 
-class _said_by_boto3:  # noqa: N801 - reads as a word in a with statement
-    """Turns boto3's errors into ours."""
-
-    def __init__(self, store: Store) -> None:
-        self._store = store
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
-        if error is None or not type(error).__module__.startswith(("botocore", "boto3")):
-            return False
-        answer: Any = getattr(error, "response", {})
-        code = answer.get("Error", {}).get("Code", "")
+@contextlib.contextmanager
+def _translate_boto3_errors(store: Store) -> Iterator[None]:
+    """Raise voxlane's errors for those of boto3; ignore that an upload no longer exists."""
+    try:
+        yield
+    except Exception as error:
+        if not type(error).__module__.startswith(("botocore", "boto3")):
+            raise
+        response: Any = getattr(error, "response", {})
+        code = response.get("Error", {}).get("Code", "")
         if code == "NoSuchUpload":
-            return True  # it is gone already
+            return
         if code == "NoSuchBucket":
-            raise BucketNotFoundError("no such bucket", uri=self._store.root, fix="Check its spelling") from None
+            raise BucketNotFoundError("no such bucket", uri=store.root, fix="Check its spelling") from None
         raise StoreError(
             f"cannot list or drop unfinished uploads: {error}",
-            uri=self._store.root,
-            fix="It needs the permissions s3:ListBucketMultipartUploads and s3:AbortMultipartUpload",
+            uri=store.root,
+            fix="This needs the permissions s3:ListBucketMultipartUploads and s3:AbortMultipartUpload",
         ) from None
 
 
 def _list_gcs(store: Store, prefix: str) -> Iterator[OpenUpload]:
     service = GcsJson(store)
-    bucket = uris.quote(uris.parse(store.root).bucket)
+    bucket = uris.quote(store.bucket)
     query = {"prefix": prefix}
     while True:
         text = service.send("list", "GET", f"/{bucket}?uploads&{urllib.parse.urlencode(query)}")
@@ -129,7 +133,7 @@ def _list_local(store: Store, prefix: str) -> Iterator[OpenUpload]:
 
 
 def _list_azure(store: Store, prefix: str) -> Iterator[OpenUpload]:
-    with azure_container(uris.parse(store.root).bucket, store.config) as container:
+    with azure_container(store.bucket, store.config) as container:
         finished = {blob.name for blob in container.list_blobs(name_starts_with=prefix)}
         for blob in container.list_blobs(name_starts_with=prefix, include=["uncommittedblobs"]):
             if blob.name not in finished:
@@ -137,9 +141,9 @@ def _list_azure(store: Store, prefix: str) -> Iterator[OpenUpload]:
 
 
 def _drop_azure(store: Store, upload: OpenUpload) -> None:
-    """Azure has no order to drop blocks; writing an empty blob in their place does it, and that can be deleted."""
-    with azure_container(uris.parse(store.root).bucket, store.config) as container:
+    """Drop the blocks of an unfinished blob: Azure has no request for that, but writing an empty blob drops them."""
+    with azure_container(store.bucket, store.config) as container:
         blob = container.get_blob_client(upload.key)
-        if not blob.exists():  # else it was finished after all
+        if not blob.exists():  # otherwise it has been finished meanwhile
             blob.upload_blob(b"", overwrite=True)
             blob.delete_blob()

@@ -1,10 +1,10 @@
 """An object-store emulator for tests, benchmarks and demos; needs ``pip install 'voxlane[testing]'`` to run.
 
-Importing this module needs only the standard library: the server is a process of its own. What a request
-passes through::
+Importing this module needs only the standard library, because the server runs in a separate process. The path of a
+request::
 
-    calls (sort) -> faults (delay, fail) -> access -> xml_api | json_api -> objects, bodies
-                 -> replies -> faults (cut, truncate, stall)
+    request_parsing -> faults (delay, fail) -> access -> xml_api | json_api -> objects, bodies
+                    -> responses -> faults (cut, truncate, stall)
 """
 
 from __future__ import annotations
@@ -15,14 +15,4 @@ from voxlane.testing.counters import Counters, Kind, Tally
 from voxlane.testing.emulator import Emulator, EmulatorError, OpenUpload
 from voxlane.testing.faults import Faults
 
-__all__ = [
-    "Access",
-    "Counters",
-    "Emulator",
-    "EmulatorError",
-    "Faults",
-    "Kind",
-    "OpenUpload",
-    "Tally",
-    "synthetic",
-]
+__all__ = ["Access", "Counters", "Emulator", "EmulatorError", "Faults", "Kind", "OpenUpload", "Tally", "synthetic"]

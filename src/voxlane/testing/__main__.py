@@ -8,27 +8,36 @@ import os
 import socket
 import sys
 from collections.abc import Coroutine, Sequence
+from typing import NoReturn
 
 from voxlane.errors import ConfigError
-from voxlane.sizes import bytes_of
+from voxlane.sizes import parse_bytes
 from voxlane.testing.access import Access
-from voxlane.testing.faults import Dice, Faults
+from voxlane.testing.faults import FaultInjector, Faults
 
 _PARENT_CHECK_S = 1.0
 
 
-def _arguments(argv: Sequence[str] | None, program: str) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog=program, description="An object store in memory.")
-    parser.add_argument("--port", type=int, default=0, help="port on 127.0.0.1; 0 (default) takes a free one")
+class _Parser(argparse.ArgumentParser):
+    """A parser whose errors are one line."""
+
+    def error(self, message: str) -> NoReturn:
+        """Print the error and exit with status 2."""
+        self.exit(2, f"{self.prog}: {message.removeprefix('argument ')}. See: {self.prog} --help\n")
+
+
+def _parse_arguments(argv: Sequence[str] | None, program: str) -> argparse.Namespace:
+    parser = _Parser(prog=program, description="An object store in memory.")
+    parser.add_argument("--port", type=int, default=0, help="port on 127.0.0.1; 0 (default) chooses a free port")
     parser.add_argument("--bucket", action="append", default=[], help="bucket to create; may be repeated")
-    parser.add_argument("--latency-ms", type=float, default=0.0, help="delay of every answer, in milliseconds")
-    parser.add_argument("--jitter-ms", type=float, default=0.0, help="up to this is added to that, uniformly")
-    parser.add_argument("--bandwidth", type=_size, default=0, help="bytes per second of a connection, such as 100MB")
-    parser.add_argument("--total-bandwidth", type=_size, default=0, help="bytes per second of all answers together")
-    parser.add_argument("--requests-per-s", type=float, default=0.0, help="refuse requests beyond this rate")
-    parser.add_argument("--bearer-token", help="token that GCS requests must carry")
+    parser.add_argument("--latency-ms", type=float, default=0.0, help="delay of every response, in milliseconds")
+    parser.add_argument("--jitter-ms", type=float, default=0.0, help="maximum random delay in addition (ms)")
+    parser.add_argument("--bandwidth", type=_size, default=0, help="bytes per second per connection, such as 100MB")
+    parser.add_argument("--total-bandwidth", type=_size, default=0, help="bytes per second of all responses together")
+    parser.add_argument("--requests-per-s", type=float, default=0.0, help="refuse requests above this rate")
+    parser.add_argument("--bearer-token", help="token that GCS requests must have")
     parser.add_argument("--access-key-id", help="access key that S3 requests must be signed with")
-    # Given by the Emulator class: end with that process, and print only the URL.
+    # Set by the Emulator class: exit with that process, and print only the URL.
     parser.add_argument("--parent", type=int, default=0, help=argparse.SUPPRESS)
     arguments = parser.parse_args(argv)
     try:
@@ -39,42 +48,42 @@ def _arguments(argv: Sequence[str] | None, program: str) -> argparse.Namespace:
             total_bandwidth_bytes_per_s=arguments.total_bandwidth,
             requests_per_s=arguments.requests_per_s,
         )
-    except ValueError as bad:
-        parser.error(str(bad))
+    except ValueError as error:
+        parser.error(str(error))
     return arguments
 
 
 def _size(text: str) -> int:
     try:
-        return bytes_of(text.removesuffix("B"))
-    except ConfigError as bad:
-        raise argparse.ArgumentTypeError(f"{text!r} is no size; write one such as 100MB or 1GiB") from bad
+        return parse_bytes(text.removesuffix("B"))
+    except ConfigError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a size; write for example 100MB or 1GiB") from error
 
 
 async def _serve(arguments: argparse.Namespace) -> None:
-    # Imported here so that a missing aiohttp is reported by main().
-    from voxlane.testing.server import Emulation, serve
+    # Imported here, so that a missing aiohttp is reported by main().
+    from voxlane.testing.server import EmulatorServer, serve
 
     sock = socket.socket()
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     sock.bind(("127.0.0.1", arguments.port))
     url = f"http://127.0.0.1:{sock.getsockname()[1]}"
-    emulation = Emulation(url)
-    emulation.admin.dice = Dice(arguments.faults)
-    emulation.admin.access = Access(bearer_token=arguments.bearer_token, access_key_id=arguments.access_key_id)
+    server = EmulatorServer(url)
+    server.admin.injector = FaultInjector(arguments.faults)
+    server.admin.access = Access(bearer_token=arguments.bearer_token, access_key_id=arguments.access_key_id)
     for bucket in arguments.bucket:
-        emulation.objects.create(bucket)
-    await serve(sock, emulation)
+        server.objects.create(bucket)
+    await serve(sock, server)
     print(url, flush=True)
     if arguments.parent:
-        await _parent_ends(arguments.parent)
+        await _wait_for_parent(arguments.parent)
         return
     print(f"export STORAGE_EMULATOR_HOST={url}\nexport AWS_ENDPOINT_URL={url}", flush=True)
     await asyncio.Event().wait()
 
 
-async def _parent_ends(parent: int) -> None:
-    """Return when standard input closes or the parent is gone.
+async def _wait_for_parent(parent: int) -> None:
+    """Return when standard input closes or the parent has exited.
 
     Two signs, because a forked child of the parent keeps the pipe open after the parent died.
     """
@@ -98,13 +107,13 @@ def _run(main: Coroutine[None, None, None]) -> None:
 
 
 def main(argv: Sequence[str] | None = None, *, program: str = "python -m voxlane.testing") -> None:
-    """Serve until interrupted, or until the parent ends. `program`: its name in what it says about wrong arguments."""
-    arguments = _arguments(argv, program)
+    """Serve until interrupted, or until the parent exits; `program` is the name of the command in usage errors."""
+    arguments = _parse_arguments(argv, program)
     try:
         import aiohttp  # noqa: F401
         import google_crc32c  # noqa: F401
-    except ImportError as missing:
-        raise SystemExit(f"The emulator needs {missing.name}: pip install 'voxlane[testing]'") from None
+    except ImportError as error:
+        raise SystemExit(f"The emulator needs {error.name}: pip install 'voxlane[testing]'") from None
     try:
         _run(_serve(arguments))
     except KeyboardInterrupt:
@@ -113,7 +122,7 @@ def main(argv: Sequence[str] | None = None, *, program: str = "python -m voxlane
         raise SystemExit(
             f"The emulator cannot serve on port {arguments.port}: {error}. Choose another --port"
         ) from None
-    # Freeing a million keys one by one at exit takes seconds and serves nobody.
+    # Freeing a million keys one by one at exit would take seconds for nothing.
     sys.stdout.flush()
     os._exit(0)
 

@@ -1,131 +1,112 @@
-"""The emulator's own requests, under ``/_emulator/``: no faults, no counts, no credentials."""
+"""Handle administrative requests under ``/_emulator/``, without faults, counters and credentials."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable
+from dataclasses import asdict
 from typing import Any
 
-from voxlane.testing import refusals
+from voxlane.testing import errors
 from voxlane.testing.access import Access
-from voxlane.testing.bodies import content
-from voxlane.testing.calls import Call
-from voxlane.testing.counters import Ledger
-from voxlane.testing.faults import Dice, Faults
-from voxlane.testing.json_api import json_reply
-from voxlane.testing.listing import after_prefix
-from voxlane.testing.objects import Objects
-from voxlane.testing.replies import Reply
+from voxlane.testing.bodies import Blob, content
+from voxlane.testing.counters import RequestRecorder
+from voxlane.testing.faults import FaultInjector, Faults
+from voxlane.testing.json_api import build_json_response
+from voxlane.testing.objects import ObjectStore, StoredObject, SyntheticFill
+from voxlane.testing.request_parsing import ApiRequest
+from voxlane.testing.responses import Handler, Response
 
 
 class Admin:
-    """Answers calls of the dialect ``admin`` and holds what they change."""
+    """Handle requests of the dialect ``admin`` and hold the settings they change."""
 
-    def __init__(self, objects: Objects, ledger: Ledger) -> None:
-        self.dice = Dice(Faults())
+    def __init__(self, objects: ObjectStore, recorder: RequestRecorder) -> None:
+        self.injector = FaultInjector(Faults())
         self.access = Access()
         self._objects = objects
-        self._ledger = ledger
-        self._ops: dict[tuple[str, str], Callable[[Call], Reply]] = {
-            ("GET", "health"): self._health,
-            ("GET", "counters"): self._counters,
-            ("DELETE", "counters"): self._reset_counters,
-            ("GET", "faults"): self._faults,
-            ("PUT", "faults"): self._set_faults,
-            ("PUT", "access"): self._set_access,
-            ("PUT", "bucket"): self._create_bucket,
-            ("POST", "objects"): self._put_many,
-            ("GET", "objects"): self._keys,
-            ("GET", "object"): self._get,
-            ("DELETE", "object"): self._delete,
-            ("POST", "fill"): self._fill,
-            ("GET", "uploads"): self._uploads,
-            ("POST", "wipe"): self._wipe,
-        }
+        self._recorder = recorder
 
-    def answer(self, call: Call) -> Reply:
-        """Carry out a call; raises :class:`RefusedError`, and ValueError for a bad Faults or Access."""
-        op = self._ops.get((call.method, call.op))
-        if op is None:
-            raise refusals.RefusedError(404, "NotFound", f"No admin request {call.method} {call.op}", "notFound")
-        return op(call)
+    def handle(self, request: ApiRequest) -> Response:
+        """Handle a request; raise :class:`RequestError`, or ValueError for an invalid Faults or Access."""
+        handler: Handler | None = getattr(self, f"_do_{request.method.lower()}_{request.op}", None)
+        if handler is None:
+            raise errors.RequestError(404, "NotFound", f"No admin request {request.method} {request.op}")
+        return handler(request)
 
-    def _health(self, call: Call) -> Reply:
-        return json_reply({"ok": True})
+    def _do_get_health(self, request: ApiRequest) -> Response:
+        return build_json_response({"ok": True})
 
-    def _counters(self, call: Call) -> Reply:
-        return json_reply(self._ledger.snapshot().to_json())
+    def _do_get_counters(self, request: ApiRequest) -> Response:
+        return build_json_response(self._recorder.snapshot().to_json())
 
-    def _reset_counters(self, call: Call) -> Reply:
-        self._ledger.reset()
-        return Reply(204)
+    def _do_delete_counters(self, request: ApiRequest) -> Response:
+        self._recorder.reset()
+        return Response(204)
 
-    def _faults(self, call: Call) -> Reply:
-        return json_reply(self.dice.faults.to_json())
+    def _do_get_faults(self, request: ApiRequest) -> Response:
+        return build_json_response(asdict(self.injector.faults))
 
-    def _set_faults(self, call: Call) -> Reply:
-        self.dice = Dice(Faults.from_json(json.loads(call.body)))
-        return Reply(204)
+    def _do_put_faults(self, request: ApiRequest) -> Response:
+        self.injector = FaultInjector(Faults(**json.loads(request.body)))
+        return Response(204)
 
-    def _set_access(self, call: Call) -> Reply:
-        self.access = Access.from_json(json.loads(call.body))
-        return Reply(204)
+    def _do_put_access(self, request: ApiRequest) -> Response:
+        self.access = Access(**json.loads(request.body))
+        return Response(204)
 
-    def _create_bucket(self, call: Call) -> Reply:
-        self._objects.create(call.arg("bucket"))
-        return Reply(204)
+    def _do_put_bucket(self, request: ApiRequest) -> Response:
+        self._objects.create(request.param("bucket"))
+        return Response(204)
 
-    def _put_many(self, call: Call) -> Reply:
-        """The body is a line of JSON, ``[[key, size in bytes], ...]``, and then all contents end to end."""
-        bucket = self._objects.need(call.arg("bucket"))
-        place = call.body.index(b"\n") + 1
-        entries: list[tuple[str, int]] = json.loads(call.body[:place])
+    def _do_post_objects(self, request: ApiRequest) -> Response:
+        """Store objects; the body is a line of JSON, ``[[key, size in bytes], ...]``, and then all contents."""
+        bucket = self._objects.require(request.param("bucket"))
+        offset = request.body.index(b"\n") + 1
+        entries: list[tuple[str, int]] = json.loads(request.body[:offset])
         for key, size in entries:
-            data = call.body[place : place + size]
-            place += size
-            self._objects.put(bucket, key, data, hashlib.md5(data).digest())
-        return json_reply(len(entries))
+            data = request.body[offset : offset + size]
+            offset += size
+            md5 = hashlib.md5(data).digest()
+            bucket.put(StoredObject(key, Blob(data), md5, self._objects.next_generation()))
+        return build_json_response(len(entries))
 
-    def _keys(self, call: Call) -> Reply:
-        keys = self._objects.need(call.arg("bucket")).keys()
-        prefix = call.arg("prefix")
-        end = after_prefix(prefix)
-        return json_reply([key for key in keys if key >= prefix and (end is None or key < end)] if prefix else keys)
+    def _do_get_objects(self, request: ApiRequest) -> Response:
+        keys, prefix = self._objects.require(request.param("bucket")).keys(), request.param("prefix")
+        return build_json_response([key for key in keys if key.startswith(prefix)])
 
-    def _get(self, call: Call) -> Reply:
-        stored = self._objects.need(call.arg("bucket")).need(call.arg("key"))
-        return Reply(200, chunks=[content(stored.body)])
+    def _do_get_object(self, request: ApiRequest) -> Response:
+        stored = self._objects.require(request.param("bucket")).require(request.param("key"))
+        return Response(200, chunks=[content(stored.body)])
 
-    def _delete(self, call: Call) -> Reply:
-        bucket = self._objects.need(call.arg("bucket"))
-        bucket.need(call.arg("key"))
-        bucket.remove(call.arg("key"))
-        return Reply(204)
+    def _do_delete_object(self, request: ApiRequest) -> Response:
+        bucket = self._objects.require(request.param("bucket"))
+        bucket.require(request.param("key"))
+        bucket.remove(request.param("key"))
+        return Response(204)
 
-    def _fill(self, call: Call) -> Reply:
-        order: dict[str, Any] = json.loads(call.body)
-        bucket = self._objects.need(order["bucket"])
-        first, count, template = order["first"], order["count"], order["key"]
-        keys = map(template.format, range(first, first + count))
-        like = bucket.need(order["like"]) if order.get("like") else None
-        if like is not None and order["size_bytes"]:
-            raise ValueError("size_bytes and like: give one of them, an object like another has its size")
-        return json_reply(self._objects.fill(bucket, keys, order["size_bytes"], like))
+    def _do_post_fill(self, request: ApiRequest) -> Response:
+        options: dict[str, Any] = json.loads(request.body)
+        bucket = self._objects.require(options["bucket"])
+        first, count, template = options["first"], options["count"], options["key"]
+        like = bucket.require(options["like"]) if options.get("like") else None
+        if like is not None and options["size_bytes"]:
+            raise ValueError("give either size_bytes or like, not both")
+        size = like.body.size if like else options["size_bytes"]
+        keys = [template.format(number) for number in range(first, first + count)]
+        bucket.fill(keys, SyntheticFill(size, self._objects.next_generation(), like))
+        return build_json_response(len(keys))
 
-    def _uploads(self, call: Call) -> Reply:
-        found = self._objects.need(call.arg("bucket")).uploads.values()
-        return json_reply(
+    def _do_get_uploads(self, request: ApiRequest) -> Response:
+        uploads = self._objects.require(request.param("bucket")).uploads.values()
+        sizes = [{number: part.body.size for number, part in upload.parts.items()} for upload in uploads]
+        return build_json_response(
             [
-                {
-                    "upload_id": each.upload_id,
-                    "key": each.key,
-                    "parts": {n: p.body.size for n, p in each.parts.items()},
-                }
-                for each in found
+                {"upload_id": upload.upload_id, "key": upload.key, "parts": parts}
+                for upload, parts in zip(uploads, sizes, strict=True)
             ]
         )
 
-    def _wipe(self, call: Call) -> Reply:
+    def _do_post_wipe(self, request: ApiRequest) -> Response:
         self._objects.buckets.clear()
-        return Reply(204)
+        return Response(204)

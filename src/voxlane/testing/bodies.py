@@ -1,8 +1,8 @@
-"""Object bodies: what the emulator keeps in place of one long byte string.
+"""Represent the contents of objects without one long byte string for each.
 
 A body hands out slices as memoryviews, so that a range of a 150 MiB object, an object completed from parts
-and a composite are all sent without copying. Synthetic bodies are made from a key and a size when they are
-read; a million of them cost no memory.
+and a composite are all sent without copying. Synthetic bodies are generated from a key and a size when they
+are read, so a million of them cost no memory.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import zlib
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from functools import cache
 from itertools import accumulate
 from typing import Protocol
@@ -28,11 +28,11 @@ class Body(Protocol):
         """Length in bytes."""
 
     def slices(self, start: int, stop: int) -> list[memoryview]:
-        """The bytes of ``[start, stop)`` in order, as views. Requires ``0 <= start <= stop <= size``."""
+        """Return the bytes ``[start, stop)`` as views in order; ``0 <= start <= stop <= size``."""
 
 
 class Blob:
-    """A body that is one piece of memory."""
+    """A body in one piece of memory."""
 
     __slots__ = ("_view", "size")
 
@@ -41,42 +41,44 @@ class Blob:
         self.size = len(data)
 
     def slices(self, start: int, stop: int) -> list[memoryview]:
+        """Return the bytes ``[start, stop)`` as views in order."""
         return [self._view[start:stop]] if stop > start else []
 
 
 class Joined:
-    """A body made of others placed end to end: a completed multipart upload or a composite."""
+    """A concatenation of bodies: a completed multipart upload or a composite."""
 
     __slots__ = ("_ends", "_pieces", "size")
 
     def __init__(self, pieces: Iterable[Body]) -> None:
         self._pieces: list[Body] = []
         for piece in pieces:
-            # Flattened, so that composing composites again and again does not deepen every later read.
+            # Flattened, so that repeated composition does not slow down later reads.
             self._pieces.extend(piece._pieces if isinstance(piece, Joined) else [piece])
         self._ends = list(accumulate(piece.size for piece in self._pieces))
         self.size = self._ends[-1] if self._ends else 0
 
     def slices(self, start: int, stop: int) -> list[memoryview]:
-        found: list[memoryview] = []
+        """Return the bytes ``[start, stop)`` as views in order."""
+        slices: list[memoryview] = []
         index = bisect_right(self._ends, start)
         while start < stop:
             piece = self._pieces[index]
             begin = self._ends[index] - piece.size
-            upto = min(stop, self._ends[index])
-            found.extend(piece.slices(start - begin, upto - begin))
-            start, index = upto, index + 1
-        return found
+            end = min(stop, self._ends[index])
+            slices.extend(piece.slices(start - begin, end - begin))
+            start, index = end, index + 1
+        return slices
 
 
 @cache
 def _pattern() -> memoryview:
-    """Two periods of the pattern, so that any window of one period is contiguous."""
+    """Return two periods of the pattern, so that every window of one period is contiguous."""
     return memoryview(hashlib.shake_128(b"voxlane synthetic body").digest(PATTERN_BYTES) * 2)
 
 
 class Synthetic:
-    """A body that follows from its key: a window into an endless repetition of one pseudo-random pattern."""
+    """A body derived from its key: a window into an endless repetition of a pseudo-random pattern."""
 
     __slots__ = ("_phase", "size")
 
@@ -85,22 +87,19 @@ class Synthetic:
         self.size = size
 
     def slices(self, start: int, stop: int) -> list[memoryview]:
-        return list(self._windows(start, stop))
-
-    def _windows(self, start: int, stop: int) -> Iterator[memoryview]:
-        pattern = _pattern()
-        while start < stop:
-            place = (self._phase + start) % PATTERN_BYTES
-            length = min(stop - start, PATTERN_BYTES)
-            yield pattern[place : place + length]
-            start += length
+        """Return the bytes ``[start, stop)`` as views in order."""
+        slices: list[memoryview] = []
+        for begin in range(start, stop, PATTERN_BYTES):
+            offset = (self._phase + begin) % PATTERN_BYTES
+            slices.append(_pattern()[offset : offset + min(stop - begin, PATTERN_BYTES)])
+        return slices
 
 
 def synthetic(key: str, size_bytes: int) -> bytes:
-    """The ``size_bytes`` bytes that :meth:`Emulator.fill` gives to ``key``, the same on every machine."""
+    """Return the ``size_bytes`` bytes that :meth:`Emulator.fill` stores under ``key``, equal on every machine."""
     return b"".join(Synthetic(key, size_bytes).slices(0, size_bytes))
 
 
 def content(body: Body) -> bytes:
-    """All bytes of ``body``, copied."""
+    """Return all bytes of a body."""
     return b"".join(body.slices(0, body.size))

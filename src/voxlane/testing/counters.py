@@ -1,12 +1,11 @@
-"""What the emulator counts, as its user reads it (:class:`Counters`) and as the server keeps it
-(:class:`Ledger`)."""
+"""Count requests: :class:`RequestRecorder` in the server, :class:`Counters` for users."""
 
 from __future__ import annotations
 
 import time
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, get_args
 
 Kind = Literal["get", "head", "put", "list", "delete", "copy", "compose", "part", "other"]
@@ -20,21 +19,20 @@ class Tally:
 
     requests: int = 0
     bytes_in: int = 0
-    """Bytes of request bodies, after decoding of aws-chunked."""
+    """Bytes of request bodies, after decoding aws-chunked."""
     bytes_out: int = 0
-    """Bytes of response bodies handed to the socket; a cut response counts what was sent."""
+    """Bytes of response bodies written to the socket, including those of cut responses."""
     statuses: Mapping[int, int] = field(default_factory=dict)
-    """How many answers had each HTTP status. An answer that was cut off counts under the status it began
-    with."""
+    """Number of responses by HTTP status; a cut response counts under the status it began with."""
 
 
 @dataclass(frozen=True, slots=True)
 class Counters:
-    """Everything counted since the server started or was last reset. Admin requests are not counted.
+    """Counters since the server started or was last reset. Administrative requests are not counted.
 
     Starting, completing, aborting and listing uploads, and bucket operations, are ``other``. In the JSON API
     a metadata read is ``head``, an upload (each chunk of a resumable one) is ``put``; a batch is one
-    ``other``, and each call inside it also counts under its own kind, without bytes.
+    ``other``, and each request inside it also counts under its own kind, without bytes.
     """
 
     get: Tally = Tally()
@@ -47,121 +45,104 @@ class Counters:
     part: Tally = Tally()
     other: Tally = Tally()
     max_concurrent: int = 0
-    """Most requests in progress at one moment."""
+    """Maximum number of concurrent requests."""
     injected: Mapping[str, int] = field(default_factory=dict)
-    """Faults that were carried out, by name: error, cut, truncate, stall, throttle."""
+    """Number of injected faults by name: error, cut, truncate, stall, throttle."""
     cpu_s: float = 0.0
-    """Processor time of the server process, user and system, in seconds."""
+    """CPU time of the server process, user and system, in seconds."""
 
-    def tally(self, kind: Kind) -> Tally:
-        """The tally of one kind by its name."""
-        found: Tally = getattr(self, kind)
-        return found
+    def counts_of(self, kind: Kind) -> Tally:
+        """Return the counts of one kind of request."""
+        counts: Tally = getattr(self, kind)
+        return counts
 
     @property
     def requests(self) -> int:
-        """Requests of all kinds."""
-        return sum(self.tally(kind).requests for kind in KINDS)
+        """Number of requests of all kinds."""
+        return sum(self.counts_of(kind).requests for kind in KINDS)
 
     @property
     def bytes_in(self) -> int:
         """Request body bytes of all kinds."""
-        return sum(self.tally(kind).bytes_in for kind in KINDS)
+        return sum(self.counts_of(kind).bytes_in for kind in KINDS)
 
     @property
     def bytes_out(self) -> int:
         """Response body bytes of all kinds."""
-        return sum(self.tally(kind).bytes_out for kind in KINDS)
+        return sum(self.counts_of(kind).bytes_out for kind in KINDS)
 
     @property
     def statuses(self) -> dict[int, int]:
-        """Answers by HTTP status, of all kinds."""
+        """Number of responses of all kinds by HTTP status."""
         total: Counter[int] = Counter()
         for kind in KINDS:
-            total.update(self.tally(kind).statuses)
+            total.update(self.counts_of(kind).statuses)
         return dict(total)
 
     def to_json(self) -> dict[str, Any]:
-        """A form that :func:`json.dumps` takes."""
-        return {each.name: _plain(getattr(self, each.name)) for each in fields(self)}
+        """Return a form for :func:`json.dumps`."""
+        return asdict(self)
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Counters:
-        """The inverse of :meth:`to_json`, after a trip through JSON text (statuses become strings)."""
+        """Read the form that :meth:`to_json` returns, after a round trip through JSON text."""
         values = dict(data)
         for kind in KINDS:
-            tally = dict(values[kind])
-            tally["statuses"] = {int(status): count for status, count in tally["statuses"].items()}
-            values[kind] = Tally(**tally)
+            counts = dict(values[kind])
+            counts["statuses"] = {int(status): count for status, count in counts["statuses"].items()}
+            values[kind] = Tally(**counts)
         return cls(**values)
 
 
-def _plain(value: Any) -> Any:
-    return asdict(value) if isinstance(value, Tally) else value
-
-
-class _Row:
-    __slots__ = ("bytes_in", "bytes_out", "requests", "statuses")
-
-    def __init__(self) -> None:
-        self.requests = 0
-        self.bytes_in = 0
-        self.bytes_out = 0
-        self.statuses: dict[int, int] = {}
-
-
-class Ledger:
-    """The running counts inside the server (one thread, so no locks)."""
+class RequestRecorder:
+    """Count requests in the server, which has one thread and so needs no locks."""
 
     def __init__(self) -> None:
         self._in_progress = 0
         self.reset()
 
     def reset(self) -> None:
-        """Start again from zero; requests in progress now still count towards ``max_concurrent``."""
-        self._rows: dict[Kind, _Row] = {kind: _Row() for kind in KINDS}
-        self._most = self._in_progress
+        """Start from zero; requests in progress still count towards ``max_concurrent``."""
+        self._requests: Counter[Kind] = Counter()
+        self._bytes_in: Counter[Kind] = Counter()
+        self._bytes_out: Counter[Kind] = Counter()
+        self._statuses: dict[Kind, Counter[int]] = {kind: Counter() for kind in KINDS}
+        self._max_concurrent = self._in_progress
         self._injected: Counter[str] = Counter()
         self._cpu_start_s = time.process_time()
 
     def begin(self, kind: Kind) -> None:
-        """A request has arrived."""
+        """Record the arrival of a request."""
         self._in_progress += 1
-        if self._in_progress > self._most:
-            self._most = self._in_progress
-        self._rows[kind].requests += 1
+        self._max_concurrent = max(self._max_concurrent, self._in_progress)
+        self._requests[kind] += 1
 
     def end(self, kind: Kind, status: int, bytes_in: int, bytes_out: int) -> None:
-        """The same request was answered. ``status`` 0: the client left before an answer began."""
+        """Record the end of a request; ``status`` is 0 if the client disconnected before a response began."""
         self._in_progress -= 1
-        self._record(self._rows[kind], status, bytes_in, bytes_out)
+        self._bytes_in[kind] += bytes_in
+        self._bytes_out[kind] += bytes_out
+        if status:
+            self._statuses[kind][status] += 1
 
-    def inner(self, kind: Kind, status: int) -> None:
-        """A call inside a batch was answered."""
-        row = self._rows[kind]
-        row.requests += 1
-        self._record(row, status, 0, 0)
+    def record_batched(self, kind: Kind, status: int) -> None:
+        """Record a request inside a batch."""
+        self._requests[kind] += 1
+        self._statuses[kind][status] += 1
 
     def inject(self, fault: Injected) -> None:
-        """A fault was carried out."""
+        """Record an injected fault."""
         self._injected[fault] += 1
 
-    @staticmethod
-    def _record(row: _Row, status: int, bytes_in: int, bytes_out: int) -> None:
-        row.bytes_in += bytes_in
-        row.bytes_out += bytes_out
-        if status:
-            row.statuses[status] = row.statuses.get(status, 0) + 1
-
     def snapshot(self) -> Counters:
-        """The counts now."""
+        """Return the current counters."""
         tallies = {
-            kind: Tally(row.requests, row.bytes_in, row.bytes_out, dict(row.statuses))
-            for kind, row in self._rows.items()
+            kind: Tally(self._requests[kind], self._bytes_in[kind], self._bytes_out[kind], dict(self._statuses[kind]))
+            for kind in KINDS
         }
         return Counters(
             **tallies,
-            max_concurrent=self._most,
+            max_concurrent=self._max_concurrent,
             injected=dict(self._injected),
             cpu_s=time.process_time() - self._cpu_start_s,
         )

@@ -1,4 +1,4 @@
-"""A handle on an emulator that runs as a process of its own."""
+"""Start and control an emulator in a separate process."""
 
 from __future__ import annotations
 
@@ -8,14 +8,12 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from http.client import HTTPConnection
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Self
 from urllib.parse import urlencode
 
-from voxlane.testing import bodies
 from voxlane.testing.access import Access
 from voxlane.testing.counters import Counters
 from voxlane.testing.faults import Faults
@@ -27,7 +25,7 @@ _REQUIRED = ("aiohttp", "google_crc32c")
 
 
 class EmulatorError(RuntimeError):
-    """The emulator did not start, or refused an administrative request."""
+    """Raised when the emulator does not start or rejects an administrative request."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,10 +39,10 @@ class OpenUpload:
 
 
 class Emulator:
-    """An object store in memory that speaks S3, the GCS XML API and the GCS JSON API on one port.
+    """An in-memory object store that serves S3, the GCS XML API and the GCS JSON API on one port.
 
-    It runs in a separate process, which ends when :meth:`stop` is called or when this process ends, however
-    it ends. Methods may be called from several threads; none of them counts as a request or meets faults::
+    It runs in a separate process, which exits when :meth:`stop` is called or when this process exits in any way.
+    Methods may be called from several threads. They are not counted as requests and not subject to faults::
 
         with Emulator() as emulator:
             emulator.create_bucket("b")
@@ -52,13 +50,13 @@ class Emulator:
     """
 
     def __init__(self, *, latency_s: float = 0.0, access: Access | None = None, port: int = 0) -> None:
-        """Remember the settings; nothing starts before :meth:`start`.
+        """Store the settings; :meth:`start` starts the process.
 
-        ``latency_s``: delay of every answer in seconds, until :meth:`set_faults`. ``port`` 0: any free port.
+        ``latency_s``: delay of every response in seconds, until :meth:`set_faults`. ``port``: 0 chooses a free port.
         """
         self._faults = Faults(latency_s=latency_s)
         self._access = access or Access()
-        self._wanted_port = port
+        self._requested_port = port
         self._process: subprocess.Popen[str] | None = None
         self._port = 0
 
@@ -66,9 +64,7 @@ class Emulator:
         self.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.stop()
 
     def start(self) -> Self:
@@ -80,14 +76,14 @@ class Emulator:
             raise EmulatorError(
                 f"The emulator needs {' and '.join(missing)}, not installed: pip install 'voxlane[testing]'"
             )
-        command = [sys.executable, "-m", "voxlane.testing", "--port", str(self._wanted_port)]
-        # A new process, never a fork: the caller may hold threads and clients that do not survive one.
+        command = [sys.executable, "-m", "voxlane.testing", "--port", str(self._requested_port)]
+        # A new process, not a fork: the caller may have threads and clients that do not survive one.
         self._process = subprocess.Popen(
             [*command, "--parent", str(os.getpid())],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            env=_child_environment(),
+            env=_build_environment(),
         )
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
@@ -101,7 +97,7 @@ class Emulator:
         return self
 
     def stop(self) -> None:
-        """End the process and forget all objects. Does nothing when it is not running."""
+        """Stop the process and discard all objects; do nothing if it is not running."""
         if self._process is None:
             return
         assert self._process.stdin is not None
@@ -122,52 +118,49 @@ class Emulator:
 
     @property
     def url(self) -> str:
-        """``http://127.0.0.1:PORT``, the endpoint for every dialect."""
-        if self._port == 0:
-            raise EmulatorError("The emulator is not running; call start() or use it in a with statement")
+        """Endpoint for every dialect, ``http://127.0.0.1:PORT``."""
+        self._check_running()
         return f"http://127.0.0.1:{self._port}"
 
     @property
     def pid(self) -> int:
-        """Process id of the server, for measuring it."""
+        """Process id of the server."""
+        return self._check_running().pid
+
+    def _check_running(self) -> subprocess.Popen[str]:
         if self._process is None:
             raise EmulatorError("The emulator is not running; call start() or use it in a with statement")
-        return self._process.pid
+        return self._process
 
     # Content
 
     def create_bucket(self, bucket: str) -> None:
-        """Make an empty bucket; one that exists is left as it is."""
-        self._ask("PUT", "bucket", {"bucket": bucket})
+        """Create an empty bucket; do nothing if it exists."""
+        self._request("PUT", "bucket", {"bucket": bucket})
 
     def put(self, bucket: str, key: str, data: bytes) -> None:
         """Store one object."""
         self.put_many(bucket, {key: data})
 
     def put_many(self, bucket: str, contents: Mapping[str, bytes]) -> None:
-        """Store objects by key, in few requests."""
-        for group in _groups(contents):
+        """Store objects by key, in as few requests as possible."""
+        for group in _group_keys(contents):
             header = json.dumps([[key, len(contents[key])] for key in group]).encode()
-            self._ask(
-                "POST",
-                "objects",
-                {"bucket": bucket},
-                b"".join([header, b"\n", *map(contents.__getitem__, group)]),
-            )
+            body = b"".join([header, b"\n", *map(contents.__getitem__, group)])
+            self._request("POST", "objects", {"bucket": bucket}, body)
 
     def get(self, bucket: str, key: str) -> bytes:
-        """The content of an object; KeyError when there is none."""
-        return self._ask("GET", "object", {"bucket": bucket, "key": key})
+        """Return the content of an object; raise KeyError if it does not exist."""
+        return self._request("GET", "object", {"bucket": bucket, "key": key})
 
     def keys(self, bucket: str, prefix: str = "") -> list[str]:
-        """All keys that start with ``prefix``, ascending by UTF-8 bytes; KeyError when there is no such
-        bucket."""
-        found: list[str] = json.loads(self._ask("GET", "objects", {"bucket": bucket, "prefix": prefix}))
-        return found
+        """Return the keys that start with ``prefix`` in UTF-8 order; raise KeyError if there is no such bucket."""
+        keys: list[str] = json.loads(self._request("GET", "objects", {"bucket": bucket, "prefix": prefix}))
+        return keys
 
     def delete(self, bucket: str, key: str) -> None:
-        """Remove an object; KeyError when there is none."""
-        self._ask("DELETE", "object", {"bucket": bucket, "key": key})
+        """Remove an object; raise KeyError if it does not exist."""
+        self._request("DELETE", "object", {"bucket": bucket, "key": key})
 
     def fill(
         self,
@@ -179,68 +172,59 @@ class Emulator:
         first: int = 0,
         like: str | None = None,
     ) -> int:
-        """Store ``count`` synthetic objects, cheaply; returns ``count``.
+        """Store ``count`` synthetic objects without holding their contents; return ``count``.
 
-        ``key`` is a format with one place, for the numbers ``[first, first + count)``. The content of each is
-        ``synthetic(key, size_bytes)``, made when it is read. Unless they are empty, such objects state no
-        checksums (their ETag is opaque); use :meth:`put_many` where a client should verify.
+        ``key`` is a format string for the numbers ``[first, first + count)``. The content of each object is
+        ``synthetic(key, size_bytes)``, generated when it is read. Unless they are empty, such objects have no
+        checksums and an opaque ETag; use :meth:`put_many` if a client should verify them.
 
-        ``like``: the key of an object of the bucket whose content they have instead, with its checksums. They share
-        its memory, and keep it when that object is replaced or removed; KeyError when there is none.
+        ``like``: key of an object of the bucket whose content and checksums they have instead. They share its memory,
+        and keep it if that object is replaced or removed; raise KeyError if it does not exist.
         """
-        order = {"bucket": bucket, "count": count, "key": key, "size_bytes": size_bytes, "first": first, "like": like}
-        filled: int = json.loads(self._ask("POST", "fill", {}, json.dumps(order).encode()))
-        return filled
-
-    @staticmethod
-    def synthetic(key: str, size_bytes: int) -> bytes:
-        """The content that :meth:`fill` gives to ``key``."""
-        return bodies.synthetic(key, size_bytes)
+        options = {"bucket": bucket, "count": count, "key": key, "size_bytes": size_bytes, "first": first, "like": like}
+        count_stored: int = json.loads(self._request("POST", "fill", {}, json.dumps(options).encode()))
+        return count_stored
 
     def uploads(self, bucket: str) -> list[OpenUpload]:
-        """The multipart uploads of a bucket that are still open, oldest first."""
-        found = json.loads(self._ask("GET", "uploads", {"bucket": bucket}))
-        return [
-            OpenUpload(each["upload_id"], each["key"], {int(n): size for n, size in each["parts"].items()})
-            for each in found
-        ]
+        """Return the open multipart uploads of a bucket, oldest first."""
+        uploads = json.loads(self._request("GET", "uploads", {"bucket": bucket}))
+        for upload in uploads:
+            upload["parts"] = {int(number): size for number, size in upload["parts"].items()}
+        return [OpenUpload(**upload) for upload in uploads]
 
     def wipe(self) -> None:
-        """Remove all buckets and objects. Faults, access and counters stay."""
-        self._ask("POST", "wipe")
+        """Remove all buckets and objects, but keep faults, access settings and counters."""
+        self._request("POST", "wipe")
 
     # Behaviour
 
     def set_faults(self, faults: Faults) -> None:
-        """Replace the faults and delays for requests that arrive from now on; seeds and ``fail_next`` start
-        anew."""
-        self._ask("PUT", "faults", {}, json.dumps(faults.to_json()).encode())
+        """Replace the faults and delays for future requests; restart seeds and ``fail_next``."""
+        self._request("PUT", "faults", {}, json.dumps(asdict(faults)).encode())
 
     def faults(self) -> Faults:
-        """The faults and delays in force."""
-        return Faults.from_json(json.loads(self._ask("GET", "faults")))
+        """Return the current faults and delays."""
+        return Faults(**json.loads(self._request("GET", "faults")))
 
     def clear_faults(self) -> None:
-        """Go back to what the emulator was started with: no faults, and its ``latency_s``."""
+        """Remove all faults and restore the ``latency_s`` that the emulator was created with."""
         self.set_faults(self._faults)
 
     def set_access(self, access: Access) -> None:
-        """Replace the credentials asked for and the permissions denied. ``Access()`` accepts everything."""
-        self._ask("PUT", "access", {}, json.dumps(access.to_json()).encode())
+        """Replace the required credentials and denied permissions; ``Access()`` accepts every request."""
+        self._request("PUT", "access", {}, json.dumps(asdict(access), default=sorted).encode())
 
     def counters(self) -> Counters:
-        """What was counted since the start or the last reset."""
-        return Counters.from_json(json.loads(self._ask("GET", "counters")))
+        """Return the counters since the start or the last reset."""
+        return Counters.from_json(json.loads(self._request("GET", "counters")))
 
     def reset_counters(self) -> None:
-        """Count from zero again."""
-        self._ask("DELETE", "counters")
+        """Reset all counters to zero."""
+        self._request("DELETE", "counters")
 
-    def _ask(self, method: str, op: str, query: Mapping[str, str] | None = None, body: bytes = b"") -> bytes:
-        if self._port == 0:
-            raise EmulatorError("The emulator is not running; call start() or use it in a with statement")
-        # A connection for each request: callers are many threads and forked workers, and a loopback one is
-        # cheap.
+    def _request(self, method: str, op: str, query: Mapping[str, str] | None = None, body: bytes = b"") -> bytes:
+        self._check_running()
+        # A new connection per request: callers are threads and forked workers, and loopback connections are cheap.
         connection = HTTPConnection("127.0.0.1", self._port, timeout=_ADMIN_TIMEOUT_S)
         try:
             connection.request(method, f"/_emulator/{op}?{urlencode(query or {})}", body or None)
@@ -248,20 +232,14 @@ class Emulator:
             data = response.read()
         finally:
             connection.close()
-        if response.status == 404:
-            raise KeyError(_message(data))
         if response.status >= 400:
-            raise EmulatorError(f"{method} {op}: {_message(data)}")
+            message = json.loads(data)["error"]["message"]
+            raise KeyError(message) if response.status == 404 else EmulatorError(f"{method} {op}: {message}")
         return data
 
 
-def _message(data: bytes) -> str:
-    value: Any = json.loads(data)
-    return str(value["error"]["message"])
-
-
-def _groups(contents: Mapping[str, bytes]) -> Iterator[list[str]]:
-    """Keys in groups whose contents fit one request."""
+def _group_keys(contents: Mapping[str, bytes]) -> Iterator[list[str]]:
+    """Yield keys in groups whose contents fit into one request."""
     group: list[str] = []
     size = 0
     for key, data in contents.items():
@@ -274,8 +252,8 @@ def _groups(contents: Mapping[str, bytes]) -> Iterator[list[str]]:
         yield group
 
 
-def _child_environment() -> dict[str, str]:
-    """This process's environment, with the package importable even when it is not installed."""
+def _build_environment() -> dict[str, str]:
+    """Return this process's environment, with the package importable even if it is not installed."""
     package_root = str(Path(__file__).resolve().parents[2])
     inherited = os.environ.get("PYTHONPATH")
     return os.environ | {"PYTHONPATH": os.pathsep.join([package_root, inherited] if inherited else [package_root])}

@@ -1,20 +1,24 @@
-"""Faults the emulator injects: what to inject (:class:`Faults`) and, per request, whether (:class:`Dice`).
+"""Inject faults: :class:`Faults` configures them, and :class:`FaultInjector` decides for each request.
 
-Whether a request is hit follows from the seed and from what is asked (kind, bucket, key, range, and how often
-the same was asked before), not from the order in which concurrent requests happen to arrive. So a run repeats
-even when its threads interleave differently. Only ``requests_per_s`` depends on when requests arrive.
+The decision depends on the seed and on the request (kind, bucket, key, range, and the number of earlier equal
+requests), not on the order in which concurrent requests arrive. So a run is reproducible even if its threads interleave
+differently. Only ``requests_per_s`` and the bandwidths depend on time: requests share a :class:`Quota` and a
+:class:`Link`.
 """
 
 from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
-from typing import Any, NamedTuple
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
 
 from voxlane.testing.counters import KINDS, Kind
-from voxlane.testing.limits import Link, Quota
+
+Clock = Callable[[], float]
+"""Function that returns the seconds of a monotonic clock."""
 
 _RATES = ("error_rate", "cut_rate", "truncate_rate", "stall_rate")
 _AMOUNTS = (
@@ -32,47 +36,48 @@ _AMOUNTS = (
 class Faults:
     """Faults and delays for the requests that match ``kinds``, ``bucket`` and ``key_prefix``.
 
-    Rates are probabilities in ``[0, 1]``; at most one of error, cut, truncate and stall hits one request, so
-    their sum must not exceed 1.
+    Rates are probabilities in ``[0, 1]``; a request meets at most one of error, cut, truncate and stall, so their
+    sum must not exceed 1.
     """
 
     latency_s: float = 0.0
-    """Delay before each answer, in seconds; concurrent requests wait side by side."""
+    """Delay before each response in seconds; concurrent requests are delayed in parallel."""
     jitter_s: float = 0.0
-    """Up to this many seconds are added to ``latency_s``, uniformly."""
+    """Maximum random delay in seconds, added to ``latency_s`` with a uniform distribution."""
     bandwidth_bytes_per_s: float = 0.0
-    """Cap on body bytes per second of each connection; 0 means none."""
+    """Limit on body bytes per second of each connection; 0 means none."""
     total_bandwidth_bytes_per_s: float = 0.0
-    """Cap on body bytes per second of all answers together, shared equally by those being sent; 0 means none."""
+    """Limit on body bytes per second of all responses together, which they share equally; 0 means none."""
     requests_per_s: float = 0.0
-    """Requests beyond this rate are refused (503 SlowDown in S3, 429 in GCS) instead of waiting; 0 means no cap. What
-    was not used in the second before may be used at once. A refusal comes after ``latency_s`` like any answer."""
+    """Rate above which requests are refused (503 SlowDown in S3, 429 in GCS); 0 means no limit. The unused quota of the
+    last second may be used at once. A refusal is delayed by ``latency_s`` like every response."""
     error_rate: float = 0.0
-    """Share of requests answered with one of ``error_statuses``, without any effect on the store."""
+    """Fraction of requests that fail with one of ``error_statuses`` and have no effect."""
     error_statuses: tuple[int, ...] = (503,)
-    """HTTP statuses to answer with. ``error_rate`` picks among them; ``fail_next`` goes through them in turn.
-    """
+    """HTTP statuses of failures; ``error_rate`` chooses one at random, ``fail_next`` uses them in turn."""
     fail_next: int = 0
-    """This many of the next matching requests fail, after which the rates apply."""
+    """Number of next matching requests that fail before the rates apply."""
     cut_rate: float = 0.0
-    """Share of answers whose connection is reset half way through the body. A write has then taken effect."""
+    """Fraction of responses whose connection is reset halfway through the body; writes have taken effect by then."""
     truncate_rate: float = 0.0
-    """Share of answers that end half way through the body they announced, with an orderly close. Answers
-    without a body are left whole."""
+    """Fraction of responses that end halfway through the announced body with an orderly close; responses without a body
+    are not affected."""
     stall_rate: float = 0.0
-    """Share of answers that pause for ``stall_s`` between headers and body."""
+    """Fraction of responses that pause for ``stall_s`` between headers and body."""
     stall_s: float = 30.0
-    """How long a stall lasts, in seconds."""
+    """Duration of a stall in seconds."""
     kinds: tuple[Kind, ...] = ()
-    """Only requests of these kinds; empty means all."""
+    """Kinds of requests that are affected; empty means all."""
     bucket: str = ""
-    """Only requests to this bucket; empty means all."""
+    """Bucket whose requests are affected; empty means all."""
     key_prefix: str = ""
-    """Only requests whose key starts with this; a listing's key is its prefix."""
+    """Prefix of the keys that are affected; the key of a listing is its prefix."""
     seed: int = 0
-    """Two runs with the same seed and the same requests meet the same faults."""
+    """Seed; two runs with the same seed and the same requests meet the same faults."""
 
     def __post_init__(self) -> None:
+        for name in ("error_statuses", "kinds"):  # JSON has lists
+            object.__setattr__(self, name, tuple(getattr(self, name)))
         for name in _RATES:
             if not 0.0 <= getattr(self, name) <= 1.0:
                 raise ValueError(f"Faults.{name} is {getattr(self, name)!r}: give a probability from 0 to 1")
@@ -83,96 +88,147 @@ class Faults:
                 raise ValueError(f"Faults.{name} is {getattr(self, name)!r}: give zero or more")
         if unknown := set(self.kinds) - set(KINDS):
             raise ValueError(f"Faults.kinds has {sorted(unknown)}: choose from {', '.join(KINDS)}")
-        bad = [status for status in self.error_statuses if not 400 <= status <= 599]
-        if bad or not self.error_statuses:
+        invalid = [status for status in self.error_statuses if not 400 <= status <= 599]
+        if invalid or not self.error_statuses:
             raise ValueError(f"Faults.error_statuses is {self.error_statuses!r}: give statuses from 400 to 599")
 
-    def to_json(self) -> dict[str, Any]:
-        """A form that :func:`json.dumps` takes."""
-        return asdict(self)
 
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> Faults:
-        """The inverse of :meth:`to_json`."""
-        values = dict(data)
-        for name in ("error_statuses", "kinds"):
-            if name in values:
-                values[name] = tuple(values[name])
-        return cls(**values)
+# Delays up to this, from the millisecond timers of the event loop, are made up for, so that the limit is met on
+# average. Longer delays, for example on a busy machine, are lost like the idle time of a real link.
+_CATCH_UP_S = 0.02
 
 
-class Fate(NamedTuple):
-    """What happens to one request."""
+class Link:
+    """A link of limited bandwidth, shared equally by the current senders.
+
+    Each sender reserves the link for one piece at a time, in order of the calls, so senders take turns. A sender
+    that is slower for another reason leaves its share to the others.
+    """
+
+    __slots__ = ("_bytes_per_s", "_clock", "_free_s", "_senders")
+
+    def __init__(self, bytes_per_s: float, clock: Clock = time.monotonic) -> None:
+        self._bytes_per_s = bytes_per_s
+        self._clock = clock
+        self._free_s = 0.0
+        self._senders = 0
+
+    def join(self) -> None:
+        """Register a sender. Time without senders is lost."""
+        if not self._senders:
+            self._free_s = max(self._free_s, self._clock())
+        self._senders += 1
+
+    def leave(self) -> None:
+        """Unregister a sender."""
+        self._senders -= 1
+
+    def reserve(self, size: int) -> float:
+        """Reserve the link for ``size`` bytes after all earlier reservations.
+
+        Return the seconds until they are sent; zero or less if that time has passed.
+        """
+        now_s = self._clock()
+        self._free_s = max(self._free_s, now_s - _CATCH_UP_S) + size / self._bytes_per_s
+        return self._free_s - now_s
+
+
+class Quota:
+    """A limited rate of requests; unused quota is kept for one second, and for at least one request."""
+
+    __slots__ = ("_capacity", "_clock", "_left", "_rate", "_then_s")
+
+    def __init__(self, requests_per_s: float, clock: Clock = time.monotonic) -> None:
+        self._rate = requests_per_s
+        self._clock = clock
+        self._capacity = max(1.0, requests_per_s)
+        self._left = self._capacity
+        self._then_s = clock()
+
+    def try_acquire(self) -> bool:
+        """Count a request and return True if it is within the rate, else return False."""
+        now_s = self._clock()
+        self._left = min(self._capacity, self._left + (now_s - self._then_s) * self._rate)
+        self._then_s = now_s
+        if self._left < 1.0:
+            return False
+        self._left -= 1.0
+        return True
+
+
+class FaultDecision(NamedTuple):
+    """Faults that one request meets."""
 
     delay_s: float = 0.0
     error_status: int = 0
-    """Answer with this and do nothing; 0: proceed."""
+    """Status to fail with; 0 means that the request is handled."""
     cut: bool = False
     truncate: bool = False
     stall_s: float = 0.0
     bandwidth_bytes_per_s: float = 0.0
     link: Link | None = None
-    """Shared with other answers; None: no cap."""
+    """Link shared with other responses; None means no limit."""
     throttled: bool = False
-    """Refuse and do nothing."""
+    """Whether the request exceeds the rate and is refused."""
 
 
-UNHARMED = Fate()
+NO_FAULT = FaultDecision()
 
 
-class Dice:
-    """Decides the fate of each request under one :class:`Faults`."""
+class FaultInjector:
+    """Decide which faults each request meets."""
 
     def __init__(self, faults: Faults) -> None:
         self.faults = faults
-        self._left_to_fail = faults.fail_next
+        self._failures_left = faults.fail_next
         self._failed = 0
-        self._chancy = faults.jitter_s > 0 or any(getattr(faults, name) > 0 for name in _RATES)
-        self._asked: dict[tuple[str, str, str, str], int] = {}
+        self._has_chance = faults.jitter_s > 0 or any(getattr(faults, name) > 0 for name in _RATES)
+        self._request_counts: dict[tuple[str, str, str, str], int] = {}
         self._quota = Quota(faults.requests_per_s) if faults.requests_per_s else None
-        self._steady = Fate(
+        self._base_decision = FaultDecision(
             delay_s=faults.latency_s,
             bandwidth_bytes_per_s=faults.bandwidth_bytes_per_s,
             link=Link(faults.total_bandwidth_bytes_per_s) if faults.total_bandwidth_bytes_per_s else None,
         )
-        harmless = self._steady == UNHARMED and self._quota is None
-        self._idle = harmless and not self._chancy and not self._left_to_fail
+        harmless = self._base_decision == NO_FAULT and self._quota is None
+        self._idle = harmless and not self._has_chance and not self._failures_left
 
-    def roll(self, kind: Kind, bucket: str, key: str, detail: str) -> Fate:
-        """The fate of a request; ``detail`` tells apart requests of one key, such as their range."""
+    def decide(self, kind: Kind, bucket: str, key: str, detail: str) -> FaultDecision:
+        """Return the faults of a request; ``detail``, such as a range, distinguishes requests for one key."""
         if self._idle:
-            return UNHARMED
+            return NO_FAULT
         faults = self.faults
         if (faults.kinds and kind not in faults.kinds) or (faults.bucket and bucket != faults.bucket):
-            return UNHARMED
+            return NO_FAULT
         if not key.startswith(faults.key_prefix):
-            return UNHARMED
-        if self._quota is not None and not self._quota.take():
-            return self._steady._replace(throttled=True)
-        if self._left_to_fail:
-            self._left_to_fail -= 1
+            return NO_FAULT
+        if self._quota is not None and not self._quota.try_acquire():
+            return self._base_decision._replace(throttled=True)
+        if self._failures_left:
+            self._failures_left -= 1
             self._failed += 1
             status = faults.error_statuses[(self._failed - 1) % len(faults.error_statuses)]
-            return self._steady._replace(error_status=status)
-        if not self._chancy:
-            return self._steady
+            return self._base_decision._replace(error_status=status)
+        if not self._has_chance:
+            return self._base_decision
         identity = (kind, bucket, key, detail)
-        nth = self._asked.get(identity, 0)
-        self._asked[identity] = nth + 1
-        return self._chance(repr((faults.seed, nth, *identity)))
+        count = self._request_counts.get(identity, 0)
+        self._request_counts[identity] = count + 1
+        return self._decide_by_chance(repr((faults.seed, count, *identity)))
 
-    def _chance(self, identity: str) -> Fate:
+    def _decide_by_chance(self, identity: str) -> FaultDecision:
         digest = hashlib.blake2b(identity.encode("utf-8", "surrogatepass"), digest_size=24).digest()
-        which, wait, status = (int.from_bytes(digest[i : i + 8]) / 2**64 for i in (0, 8, 16))
+        draw, jitter, status = (int.from_bytes(digest[i : i + 8]) / 2**64 for i in (0, 8, 16))
         faults = self.faults
-        fate = self._steady._replace(delay_s=faults.latency_s + wait * faults.jitter_s)
-        if which < faults.error_rate:
-            return fate._replace(error_status=faults.error_statuses[int(status * len(faults.error_statuses))])
-        which -= faults.error_rate
-        if which < faults.cut_rate:
-            return fate._replace(cut=True)
-        which -= faults.cut_rate
-        if which < faults.truncate_rate:
-            return fate._replace(truncate=True)
-        which -= faults.truncate_rate
-        return fate._replace(stall_s=faults.stall_s) if which < faults.stall_rate else fate
+        decision = self._base_decision._replace(delay_s=faults.latency_s + jitter * faults.jitter_s)
+        error_status = faults.error_statuses[int(status * len(faults.error_statuses))]
+        for rate, fault in (
+            (faults.error_rate, {"error_status": error_status}),
+            (faults.cut_rate, {"cut": True}),
+            (faults.truncate_rate, {"truncate": True}),
+            (faults.stall_rate, {"stall_s": faults.stall_s}),
+        ):
+            if draw < rate:
+                return decision._replace(**fault)
+            draw -= rate
+        return decision

@@ -1,14 +1,13 @@
-"""The emulator's HTTP server: reads requests, meets them with faults, has a dialect answer, counts.
+"""HTTP server of the emulator: read requests, inject faults, let a dialect respond, and count.
 
-Built on aiohttp's low-level server. Answers are written to the transport as one header block and a list of
-views, because aiohttp's own response costs as much as everything else together.
+It uses the low-level server of aiohttp. Responses are written to the transport as one header block and a list of views,
+because the response class of aiohttp costs as much as all the rest.
 """
 
 from __future__ import annotations
 
 import asyncio
 import gc
-import hashlib
 import socket
 import struct
 from collections.abc import Iterator, Sequence
@@ -17,21 +16,20 @@ from typing import cast
 from aiohttp import web
 from aiohttp.abc import AbstractStreamWriter
 
-from voxlane.testing import json_api, refusals, xml_api
+from voxlane.testing import errors, json_api, xml_api
 from voxlane.testing.access import check_access_key, check_bearer, check_permission
 from voxlane.testing.admin import Admin
-from voxlane.testing.calls import Call, sort_call
-from voxlane.testing.counters import Injected, Ledger
-from voxlane.testing.envelopes import batch_reply, split_batch
-from voxlane.testing.faults import UNHARMED, Fate
+from voxlane.testing.counters import RequestRecorder
+from voxlane.testing.errors import RequestError
+from voxlane.testing.faults import NO_FAULT, FaultDecision
 from voxlane.testing.json_api import JsonApi
-from voxlane.testing.objects import Objects
-from voxlane.testing.refusals import RefusedError
-from voxlane.testing.replies import Chunk, Reply, unchunked
+from voxlane.testing.multipart import build_batch_response, split_batch
+from voxlane.testing.objects import ObjectStore
+from voxlane.testing.request_parsing import ApiRequest, parse_request
+from voxlane.testing.responses import Chunk, Response, decode_aws_chunked
 from voxlane.testing.xml_api import XmlApi
 
-# From this size on, hashing a body in a thread (hashlib lets go of the GIL) beats stopping all other
-# connections.
+# From this size on, bodies are hashed in a thread (hashlib releases the GIL), to not block other connections.
 _HASH_IN_THREAD_BYTES = 1 << 20
 _PACED_CHUNK_BYTES = 64 << 10
 _STALL_CHECK_S = 0.1
@@ -39,70 +37,66 @@ _READ_BUFFER_BYTES = 4 << 20
 _MAX_LINE_BYTES = 64 << 10
 
 
-class Outgoing(web.StreamResponse):
-    """Writes a :class:`Reply` to the connection, harmed as its fate demands."""
+class ServerResponse(web.StreamResponse):
+    """Write a :class:`Response` to the connection with the faults that were decided."""
 
-    def __init__(self, reply: Reply, fate: Fate, ledger: Ledger | None) -> None:
-        super().__init__(status=reply.status)
-        self._reply = reply
-        self._fate = fate
-        self._ledger = ledger
-        self._stay = True
+    def __init__(self, response: Response, decision: FaultDecision, recorder: RequestRecorder) -> None:
+        super().__init__(status=response.status)
+        self._response = response
+        self._decision = decision
+        self._recorder = recorder
+        self._keep_connection = True
         self.bytes_out = 0
 
     @property
     def keep_alive(self) -> bool | None:
-        return self._stay
+        """Whether the connection stays open after this response."""
+        return self._keep_connection
 
     async def prepare(self, request: web.BaseRequest) -> AbstractStreamWriter | None:
-        """Nothing to do for aiohttp: :meth:`send` came before."""
+        """Do nothing, because :meth:`send` has written the response."""
         return None
 
     async def write_eof(self, data: bytes = b"") -> None:
-        """Nothing is left to write."""
+        """Do nothing, because :meth:`send` has written the response."""
 
     async def send(self, request: web.BaseRequest) -> None:
-        """Hand the answer to the connection."""
+        """Write the response to the connection."""
         transport = request.transport
-        self._stay = request.keep_alive
+        self._keep_connection = request.keep_alive
         if transport is None or transport.is_closing():
-            self._stay = False
+            self._keep_connection = False
             return
-        head = self._reply.wire_head(self._stay)
-        if self._fate is UNHARMED:
-            self.bytes_out = self._reply.length if self._reply.chunks else 0
-            transport.writelines([head, *self._reply.chunks])
+        head = self._response.encode_head(self._keep_connection)
+        if self._decision is NO_FAULT:
+            self.bytes_out = self._response.length if self._response.chunks else 0
+            transport.writelines([head, *self._response.chunks])
         else:
-            await self._harmed(transport, head)
+            await self._send_with_fault(transport, head)
 
-    async def _harmed(self, transport: asyncio.Transport, head: bytes) -> None:
-        fate, chunks = self._fate, self._reply.chunks
+    async def _send_with_fault(self, transport: asyncio.Transport, head: bytes) -> None:
+        decision, chunks = self._decision, self._response.chunks
         size = sum(map(len, chunks))
-        if fate.cut:
-            self._note("cut")
-            # Half of the body, or nothing at all of an answer that has none: the client learns no outcome.
-            await self._paced(transport, [head, *_first_bytes(chunks, size // 2)] if size else [])
+        if decision.cut or (decision.truncate and size):
+            self._recorder.inject("cut" if decision.cut else "truncate")
+            # Half of the body, or nothing of a response without one, so that the client does not learn the result.
+            await self._send_paced(transport, [head, *_first_bytes(chunks, size // 2)] if size else [])
             self.bytes_out = size // 2
-            self._stay = False
-            _reset(transport)
+            self._keep_connection = False
+            if decision.cut:
+                _reset_connection(transport)
             return
-        if fate.truncate and size:
-            self._note("truncate")
-            await self._paced(transport, [head, *_first_bytes(chunks, size // 2)])
-            self.bytes_out = size // 2
-            self._stay = False
-            return
-        if fate.stall_s:
-            self._note("stall")
+        if decision.stall_s:
+            self._recorder.inject("stall")
             transport.write(head)
-            await _stalled(transport, fate.stall_s)
+            await _stall(transport, decision.stall_s)
             head = b""
-        await self._paced(transport, [head, *chunks])
+        await self._send_paced(transport, [head, *chunks])
         self.bytes_out = size
 
-    async def _paced(self, transport: asyncio.Transport, chunks: Sequence[Chunk]) -> None:
-        """Write, no faster than the connection's own cap and the one it shares with others."""
-        rate, link = self._fate.bandwidth_bytes_per_s, self._fate.link
+    async def _send_paced(self, transport: asyncio.Transport, chunks: Sequence[Chunk]) -> None:
+        """Write within the limits of the connection and of the shared link."""
+        rate, link = self._decision.bandwidth_bytes_per_s, self._decision.link
         if not rate and link is None:
             if not transport.is_closing():
                 transport.writelines(chunks)
@@ -112,13 +106,13 @@ class Outgoing(web.StreamResponse):
         if link is not None:
             link.join()
         try:
-            for piece in _pieces(chunks):
+            for piece in _split_chunks(chunks):
                 sent += len(piece)
                 if rate:
                     await asyncio.sleep(begin_s + sent / rate - loop.time())
                 if link is not None:
-                    # Also when there is nothing to wait for: the others' turns come while this one sleeps.
-                    await asyncio.sleep(link.turn(len(piece)))
+                    # Also without a delay, so that other responses get their turns.
+                    await asyncio.sleep(link.reserve(len(piece)))
                 if transport.is_closing():
                     return
                 transport.write(piece)
@@ -126,201 +120,189 @@ class Outgoing(web.StreamResponse):
             if link is not None:
                 link.leave()
 
-    def _note(self, fault: Injected) -> None:
-        if self._ledger is not None:
-            self._ledger.inject(fault)
 
-
-async def _stalled(transport: asyncio.Transport, stall_s: float) -> None:
-    """Wait, but not for a client that has left: its request would count as in progress until the end."""
+async def _stall(transport: asyncio.Transport, stall_s: float) -> None:
+    """Wait while the client is connected; otherwise its request would count as in progress until the end."""
     loop = asyncio.get_running_loop()
     end_s = loop.time() + stall_s
     while loop.time() < end_s and not transport.is_closing():
         await asyncio.sleep(min(_STALL_CHECK_S, max(0.0, end_s - loop.time())))
 
 
-def _reset(transport: asyncio.Transport) -> None:
-    """Close with a TCP reset, as a crashed server or a broken network does, instead of an orderly end."""
+def _reset_connection(transport: asyncio.Transport) -> None:
+    """Close the connection with a TCP reset, like a crashed server or a broken network."""
     connection = transport.get_extra_info("socket")
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
     transport.abort()
 
 
-def _pieces(chunks: Sequence[Chunk]) -> Iterator[Chunk]:
-    """The same bytes in pieces that are small enough to take turns with others'."""
+def _split_chunks(chunks: Sequence[Chunk]) -> Iterator[Chunk]:
+    """Yield the bytes in pieces that are small enough to take turns with other responses."""
     for chunk in chunks:
         for start in range(0, len(chunk), _PACED_CHUNK_BYTES):
             yield chunk[start : start + _PACED_CHUNK_BYTES]
 
 
 def _first_bytes(chunks: Sequence[Chunk], count: int) -> list[Chunk]:
-    kept: list[Chunk] = []
+    first: list[Chunk] = []
     for chunk in chunks:
         if count <= 0:
             break
-        kept.append(chunk[:count])
+        first.append(chunk[:count])
         count -= len(chunk)
-    return kept
+    return first
 
 
-class Emulation:
-    """All state of one emulator and the path of a request through it."""
+class EmulatorServer:
+    """State of an emulator, and the path of a request through it."""
 
     def __init__(self, base_url: str) -> None:
-        self.objects = Objects()
-        self.ledger = Ledger()
-        self.admin = Admin(self.objects, self.ledger)
+        self.objects = ObjectStore()
+        self.recorder = RequestRecorder()
+        self.admin = Admin(self.objects, self.recorder)
         self._xml = XmlApi(self.objects)
         self._json = JsonApi(self.objects, base_url)
 
     async def handle(self, request: web.BaseRequest) -> web.StreamResponse:
-        """Answer one request."""
+        """Handle one request."""
         try:
-            call = sort_call(request.method, request.raw_path, request.headers)
-        except RefusedError as refused:
-            lost = Call("s3", "unknown", "other", request.method, "", "", {}, request.headers)
-            return await _sent(request, xml_api.error_reply(refused, lost))
-        if call.dialect == "admin":
-            call.body = await _body(request)
-            return await _sent(request, self._admin_reply(call))
-        return await self._handle_counted(request, call)
+            api_request = parse_request(request.method, request.raw_path, request.headers)
+        except RequestError as error:
+            unparsed = ApiRequest("s3", "unknown", "other", request.method, "", "", {}, request.headers)
+            return await self._send_plain(request, xml_api.build_error_response(error, unparsed))
+        if api_request.dialect == "admin":
+            api_request.body = await _read_body(request)
+            return await self._send_plain(request, self._handle_admin(api_request))
+        return await self._handle_counted(request, api_request)
 
-    async def _handle_counted(self, request: web.BaseRequest, call: Call) -> web.StreamResponse:
-        ledger, kind = self.ledger, call.kind
-        ledger.begin(kind)
+    async def _send_plain(self, request: web.BaseRequest, response: Response) -> ServerResponse:
+        """Send a response without counters and faults."""
+        outgoing = ServerResponse(response, NO_FAULT, self.recorder)
+        await outgoing.send(request)
+        return outgoing
+
+    async def _handle_counted(self, request: web.BaseRequest, api_request: ApiRequest) -> web.StreamResponse:
+        recorder, kind = self.recorder, api_request.kind
+        recorder.begin(kind)
         status, bytes_in, outgoing = 0, 0, None
         try:
-            detail = call.headers.get("Range", "") or call.arg("partNumber")
-            prefix = call.key or (call.arg("prefix") if kind == "list" else "")
-            fate = self.admin.dice.roll(kind, call.bucket, prefix, detail)
-            refused: RefusedError | None = None
+            detail = api_request.headers.get("Range", "") or api_request.param("partNumber")
+            prefix = api_request.key or (api_request.param("prefix") if kind == "list" else "")
+            decision = self.admin.injector.decide(kind, api_request.bucket, prefix, detail)
+            error: RequestError | None = None
             if request.body_exists:
                 try:
-                    call.body = await _body(request)
-                except RefusedError as bad_body:
-                    refused = bad_body
-                bytes_in = len(call.body)
-                if bytes_in >= _HASH_IN_THREAD_BYTES and (kind == "put" or call.dialect == "s3"):
-                    await _hash_in_thread(call)
-            delay_s = fate.delay_s
-            if bytes_in and fate.bandwidth_bytes_per_s:
-                delay_s += bytes_in / fate.bandwidth_bytes_per_s
+                    api_request.body = await _read_body(request)
+                except RequestError as invalid_body:
+                    error = invalid_body
+                bytes_in = len(api_request.body)
+                if bytes_in >= _HASH_IN_THREAD_BYTES and (kind == "put" or api_request.dialect == "s3"):
+                    await asyncio.get_running_loop().run_in_executor(None, api_request.md5)
+            delay_s = decision.delay_s
+            if bytes_in and decision.bandwidth_bytes_per_s:
+                delay_s += bytes_in / decision.bandwidth_bytes_per_s
             if delay_s:
                 await asyncio.sleep(delay_s)
-            if fate.throttled:
-                ledger.inject("throttle")
-                refused = refusals.throttled(call.dialect)
-            elif fate.error_status:
-                ledger.inject("error")
-                refused = refusals.injected(fate.error_status)
-            reply = self._error_reply(call, refused) if refused else self.reply(call)
-            status = reply.status
-            outgoing = Outgoing(reply, fate, ledger)
-            # Written here rather than by aiohttp, so that a request counts as in progress until its last byte
-            # is handed over, and bytes are known when it ends.
+            if decision.throttled:
+                recorder.inject("throttle")
+                error = errors.throttled(api_request.dialect)
+            elif decision.error_status:
+                recorder.inject("error")
+                error = errors.injected(decision.error_status)
+            response = self._build_error_response(api_request, error) if error else self.respond(api_request)
+            status = response.status
+            outgoing = ServerResponse(response, decision, recorder)
+            # Written here rather than by aiohttp, so that a request counts as in progress until its last byte is
+            # written, and the number of bytes is known at its end.
             await outgoing.send(request)
             return outgoing
         finally:
-            ledger.end(kind, status, bytes_in, outgoing.bytes_out if outgoing else 0)
+            recorder.end(kind, status, bytes_in, outgoing.bytes_out if outgoing else 0)
 
-    def reply(self, call: Call) -> Reply:
-        """Check credentials and permissions and carry out the call."""
+    def respond(self, api_request: ApiRequest) -> Response:
+        """Check credentials and permissions, and execute the request."""
         try:
-            self._check_access(call)
-            if call.op == "batch":
-                return self._batch(call)
-            return self._json.answer(call) if call.dialect == "json" else self._xml.answer(call)
-        except RefusedError as refused:
-            return self._error_reply(call, refused)
+            self._check_access(api_request)
+            if api_request.op == "batch":
+                return self._batch(api_request)
+            return self._json.handle(api_request) if api_request.dialect == "json" else self._xml.handle(api_request)
+        except RequestError as error:
+            return self._build_error_response(api_request, error)
 
-    def _batch(self, call: Call) -> Reply:
-        answers: list[tuple[str, Reply]] = []
-        for each in split_batch(call.body, call.headers.get("Content-Type", "")):
-            headers = {name.title(): value for name, value in each.headers.items()}
-            inner = sort_call(each.method, each.target, {"Authorization": _authorization(call)} | headers)
-            inner.body = each.body
-            reply = self.reply(inner)
-            self.ledger.inner(inner.kind, reply.status)
-            answers.append((each.content_id, reply))
-        return batch_reply(answers)
+    def _batch(self, api_request: ApiRequest) -> Response:
+        responses: list[tuple[str, Response]] = []
+        for batched in split_batch(api_request.body, api_request.headers.get("Content-Type", "")):
+            headers = {"Authorization": api_request.headers.get("Authorization", "")}
+            headers |= {name.title(): value for name, value in batched.headers.items()}
+            parsed = parse_request(batched.method, batched.target, headers)
+            parsed.body = batched.body
+            response = self.respond(parsed)
+            self.recorder.record_batched(parsed.kind, response.status)
+            responses.append((batched.content_id, response))
+        return build_batch_response(responses)
 
-    def _check_access(self, call: Call) -> None:
+    def _check_access(self, api_request: ApiRequest) -> None:
         access = self.admin.access
         self._json.access = access
-        authorization = _authorization(call)
-        if call.dialect == "s3" and not (access.bearer_token and not access.access_key_id and not authorization):
-            check_access_key(access, _access_key_id(authorization, call))
+        authorization = api_request.headers.get("Authorization", "")
+        if api_request.dialect == "s3" and not (access.bearer_token and not access.access_key_id and not authorization):
+            check_access_key(access, _access_key_id(authorization, api_request))
         else:
-            # Also an anonymous XML request where only a token is configured: it could be of either service,
-            # and must not get in by saying nothing.
+            # Also for an anonymous XML request if only a token is configured: it may be meant for either service,
+            # and must not be accepted without credentials.
             check_bearer(access, authorization)
         if access.denied_permissions:
-            check_permission(access, call.kind)
+            check_permission(access, api_request.kind)
 
-    def _error_reply(self, call: Call, refused: RefusedError) -> Reply:
-        if call.dialect == "json":
-            return json_api.error_reply(refused, call)
-        return xml_api.error_reply(refused, call)
+    def _build_error_response(self, api_request: ApiRequest, error: RequestError) -> Response:
+        if api_request.dialect == "json":
+            return json_api.build_error_response(error, api_request)
+        return xml_api.build_error_response(error, api_request)
 
-    def _admin_reply(self, call: Call) -> Reply:
+    def _handle_admin(self, api_request: ApiRequest) -> Response:
         try:
-            return self.admin.answer(call)
-        except RefusedError as refused:
-            return json_api.error_reply(refused, call)
-        except (ValueError, KeyError, TypeError, IndexError) as bad:
-            return json_api.error_reply(refusals.invalid(f"{type(bad).__name__}: {bad}"), call)
+            return self.admin.handle(api_request)
+        except RequestError as error:
+            return json_api.build_error_response(error, api_request)
+        except (ValueError, KeyError, TypeError, IndexError) as error:
+            return json_api.build_error_response(errors.invalid(f"{type(error).__name__}: {error}"), api_request)
 
 
-async def _sent(request: web.BaseRequest, reply: Reply) -> Outgoing:
-    """An answer that is neither counted nor harmed."""
-    outgoing = Outgoing(reply, UNHARMED, None)
-    await outgoing.send(request)
-    return outgoing
-
-
-async def _body(request: web.BaseRequest) -> bytes:
-    """The whole body, without aws-chunked framing."""
+async def _read_body(request: web.BaseRequest) -> bytes:
+    """Return the body, decoded from aws-chunked."""
     headers = request.headers
     if "Expect" in headers and request.transport is not None:
-        # boto3 waits a second for this before it sends a body.
+        # boto3 waits a second for this before it sends the body.
         request.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
     try:
         body = await request.content.read()
     except ConnectionResetError:
-        raise refusals.invalid("The connection was lost before the whole body came", "IncompleteBody") from None
+        raise errors.invalid("The connection was lost before the complete body arrived", "IncompleteBody") from None
     framed = headers.get("x-amz-content-sha256", "").startswith("STREAMING-")
     if framed or "aws-chunked" in headers.get("Content-Encoding", ""):
-        return unchunked(body)
+        return decode_aws_chunked(body)
     return body
 
 
-async def _hash_in_thread(call: Call) -> None:
-    digest = await asyncio.get_running_loop().run_in_executor(None, hashlib.md5, call.body)
-    call.know_md5(digest.digest())
-
-
-def _authorization(call: Call) -> str:
-    return call.headers.get("Authorization", "")
-
-
-def _access_key_id(authorization: str, call: Call) -> str:
-    """The access key id of a signed S3 request, from its header or its presigned query; "" when anonymous."""
+def _access_key_id(authorization: str, api_request: ApiRequest) -> str:
+    """Return the access key id from the header or the presigned query of an S3 request; empty if anonymous."""
     _, _, credential = authorization.partition("Credential=")
-    # boto3 still presigns with version 2, which names the key differently.
-    return (credential or call.arg("X-Amz-Credential")).partition("/")[0] or call.arg("AWSAccessKeyId")
+    # boto3 still presigns with version 2, which uses another name for the key.
+    credential = credential or api_request.param("X-Amz-Credential")
+    return credential.partition("/")[0] or api_request.param("AWSAccessKeyId")
 
 
-async def serve(sock: socket.socket, emulation: Emulation) -> asyncio.Server:
+async def serve(sock: socket.socket, emulator: EmulatorServer) -> asyncio.Server:
     """Start serving on a bound socket."""
     server = web.Server(
-        emulation.handle,
+        emulator.handle,
         access_log=None,
         auto_decompress=False,
         read_bufsize=_READ_BUFFER_BYTES,
         max_line_size=_MAX_LINE_BYTES,
         max_field_size=_MAX_LINE_BYTES,
     )
-    # What exists now lives as long as the process, and requests make few cycles: collect seldom.
+    # Existing objects live as long as the process, and requests create few cycles, so collect rarely.
     gc.freeze()
     gc.set_threshold(50_000, 20, 100)
     loop = asyncio.get_running_loop()

@@ -1,4 +1,4 @@
-"""`evaluate`: every held-out case predicted by the network that never saw it, scored in the scan's own grid."""
+"""`evaluate`: predict every held-out case with a network that was not trained on it, and score the masks."""
 
 from __future__ import annotations
 
@@ -20,225 +20,213 @@ from tqdm import tqdm
 from voxlane import settings
 from voxlane import uri as uris
 from voxlane.errors import ConfigError, NotFoundError, RunError, ScanError
-from voxlane.model import scores
-from voxlane.model.windows import to_mask
+from voxlane.model import metrics
+from voxlane.model.sliding_window import to_mask
 from voxlane.settings import record
 from voxlane.train import pictures
-from voxlane.train.predict import value_counts
 from voxlane.train.predictor import PredictConfig, Predictor
-from voxlane.train.run import Run, Trained
-from voxlane.volume.cases import Caching, Cases
+from voxlane.train.run import Run, TrainedRun
+from voxlane.volume.case_checks import count_values
+from voxlane.volume.case_volumes import CacheLimits, Cases
 from voxlane.volume.description import Description
-from voxlane.volume.geometry import Geometry, along
-from voxlane.volume.prepared import Prepared, PreparedCase
+from voxlane.volume.geometry import Geometry, align_axes
+from voxlane.volume.prepared_dataset import Prepared, PreparedCase
 from voxlane.volume.scan import read_label, write_mask
 
-OVERLAYS = 40
-"""Pictures kept: of all cases up to so many, else of the worst."""
-_WAITING = 2
-"""Cases that wait for their scores while the next one is predicted."""
+MAX_OVERLAYS = 40
+"""Largest number of pictures to keep; with more cases, those of the worst cases are kept."""
+_MAX_PENDING = 2
+"""Largest number of cases that wait for their scores while the next one is predicted."""
 _MEASURES = ("dice", "hd95_mm", "surface_dice", "volume_true_ml", "volume_predicted_ml")
 
 
 @record
 class EvaluateConfig:
-    """How a run is scored."""
+    """The config of evaluation."""
 
     predict: PredictConfig = PredictConfig()
     space: Literal["scan", "prepared"] = "scan"
-    """scan: in the scan's own grid, against the label file it came with. prepared: on the plan's grid, against the
-    resampled label, as MLPerf scores."""
+    """Grid to score in. scan: the scan's own grid, against its original label file. prepared: the plan's grid, against
+    the resampled label, as MLPerf scores."""
     surface_tolerance_mm: float = pydantic.Field(default=1.0, gt=0)
-    """How far surfaces may lie apart and still count as one, for surface Dice."""
+    """Largest distance between surfaces that counts as a match, for surface Dice."""
     masks: bool = True
-    """Keep the predicted masks."""
+    """Write the predicted masks."""
 
 
 @dataclass(frozen=True)
-class Evaluation:
-    """What came out."""
+class EvaluationResult:
+    """The scores of an evaluation."""
 
     summary: dict[str, Any]
     cases: list[dict[str, Any]]
-    where: str
-    """Folder of the result files."""
+    folder_uri: str
 
 
 def evaluate(
-    runs: Sequence[Run], out: Run | None = None, how: EvaluateConfig | None = None, *, progress: bool | None = None
-) -> Evaluation:
+    runs: Sequence[Run], out: Run | None = None, config: EvaluateConfig | None = None, *, progress: bool | None = None
+) -> EvaluationResult:
     """Predict and score the held-out cases of each run.
 
-    One run: its fold. Several, one a fold over one prepared dataset: cross-validation, each case predicted by the run
-    that did not train on it. Writes summary.json, cases.csv, cases.json, overlays and masks below `out` (by default the
-    run itself), in `evaluation/validation` or `evaluation/cross-validation`; overlays and masks of an evaluation before
-    that this one did not write again are removed.
+    One run is evaluated on its fold. Several runs, one per fold of one prepared dataset, are cross-validated: each case
+    is predicted by the run that did not train on it. Writes summary.json, cases.csv, cases.json, overlays and masks
+    below `out` (default: the first run), in `evaluation/validation` or `evaluation/cross-validation`, and removes
+    overlays and masks of a previous evaluation that it did not overwrite.
 
-    Memory: that of `Predictor`, and mask and truth, a byte a voxel each, of up to three cases that wait for their
+    Memory: that of `Predictor`, plus mask and truth, a byte per voxel each, of up to three cases that wait for their
     scores.
     """
-    how = how or EvaluateConfig()
-    trained = [Trained.of(run) for run in runs]
+    config = config or EvaluateConfig()
+    trained = [TrainedRun.load(run) for run in runs]
     prepared = Prepared.load(trained[0].data_uri, runs[0].config)
     check_folds(runs, trained, prepared)
     out = out or runs[0]
     name = f"evaluation/{'validation' if len(runs) == 1 else 'cross-validation'}"
     out.store.check_writable(out.key(f"{name}/summary.json"))
-    files = _Files(out, name, masks=how.masks)
+    files = _ResultFiles(out, name, write_masks=config.masks)
     cases: list[dict[str, Any]] = []
-    waiting: deque[Future[dict[str, Any]]] = deque()
-    total = sum(len(one.held_out) for one in trained)
+    pending: deque[tuple[dict[str, Any], Future[dict[str, metrics.Scores]]]] = deque()
+    total = sum(len(trained_run.held_out_cases) for trained_run in trained)
     bar = tqdm(total=total, desc="evaluating", unit="case", disable=None if progress is None else not progress)
 
-    def take() -> None:
-        cases.append(waiting.popleft().result())
+    def collect_next() -> None:
+        case, scores = pending.popleft()
+        cases.append({**case, **scores.result()})
         files.keep_worst(cases)
         bar.update()
 
     with bar, ThreadPoolExecutor(2) as pool:
-        for run, one in zip(runs, trained, strict=True):
-            predictor = Predictor.load([run], how.predict)
-            for case, mask, truth, spacing in _predictions(predictor, prepared, one.held_out, how, files):
-                entry = {"case": case, "fold": one.fold}
-                waiting.append(pool.submit(_scored, entry, mask, truth, spacing, prepared.description, how))
-                while len(waiting) > _WAITING:
-                    take()
-        while waiting:
-            take()
+        for run, trained_run in zip(runs, trained, strict=True):
+            predictor = Predictor.load([run], config.predict)
+            predictions = _predict_cases(predictor, prepared, trained_run.held_out_cases, config, files)
+            for case, mask, truth, spacing in predictions:
+                task = mask, truth, spacing, prepared.description, config.surface_tolerance_mm
+                scores = pool.submit(metrics.score_case, *task)
+                pending.append(({"case": case, "fold": trained_run.fold}, scores))
+                while len(pending) > _MAX_PENDING:
+                    collect_next()
+        while pending:
+            collect_next()
     cases.sort(key=lambda case: str(case["case"]))
     targets = prepared.description.targets
     summary = {
-        **scores.summary([{t: c[t] for t in targets} for c in cases]),
-        "space": how.space,
-        "config": settings.plain(how),
-        "runs": [run.where for run in runs],
-        "folds": sorted({one.fold for one in trained if one.fold is not None}),
+        **metrics.summarise_cases([{t: c[t] for t in targets} for c in cases]),
+        "space": config.space,
+        "config": settings.to_plain(config),
+        "runs": [run.folder_uri for run in runs],
+        "folds": sorted({trained_run.fold for trained_run in trained if trained_run.fold is not None}),
         "dataset_cases": len(prepared),
     }
     files.finish()
-    out.write_json(f"{name}/cases.json", _finite(cases))
-    out.write(f"{name}/cases.csv", to_csv(cases, prepared.description).encode())
-    out.write_json(f"{name}/summary.json", _finite(summary))
-    return Evaluation(summary, cases, out.file_uri(name))
+    out.write_json(f"{name}/cases.json", _replace_nan(cases))
+    out.write_bytes(f"{name}/cases.csv", format_csv(cases, prepared.description).encode())
+    out.write_json(f"{name}/summary.json", _replace_nan(summary))
+    return EvaluationResult(summary, cases, out.file_uri(name))
 
 
-def check_folds(runs: Sequence[Run], trained: Sequence[Trained], prepared: Prepared) -> None:
-    """Raise unless every case will be scored once, by a run that saw neither it nor another scan of its patient."""
-    for run, one in zip(runs, trained, strict=True):
-        if one.digest != trained[0].digest:
+def check_folds(runs: Sequence[Run], trained: Sequence[TrainedRun], prepared: Prepared) -> None:
+    """Raise unless every case is scored once, by a run that trained on neither it nor another scan of its patient."""
+    for run, trained_run in zip(runs, trained, strict=True):
+        if trained_run.data_digest != trained[0].data_digest:
             raise ConfigError(
-                f"this run was trained on another dataset than {runs[0].where}",
-                uri=run.where,
-                fix="Evaluate together the folds of one prepared dataset",
+                f"this run was trained on another dataset than {runs[0].folder_uri}",
+                uri=run.folder_uri,
+                fix="Combine only folds of one prepared dataset",
             )
-        if one.fold is None or not one.held_out:
+        if trained_run.fold is None or not trained_run.held_out_cases:
             raise RunError(
-                "the run was trained on all cases: none is left to score it on",
-                uri=run.where,
+                "the run was trained on all cases, so none is left to score it on",
+                uri=run.folder_uri,
                 fix="Train with a fold held out, such as fold=0",
             )
-    if prepared.digest != trained[0].digest:
+    if prepared.digest != trained[0].data_digest:
         raise RunError(
-            f"the dataset {prepared.uri} was prepared anew after the run was begun",
-            uri=runs[0].where,
-            fix="Train again on what it holds now, or prepare it as it was",
+            f"the dataset {prepared.uri} was prepared again after the run was created",
+            uri=runs[0].folder_uri,
+            fix="Train again on its current content, or prepare it as before",
         )
     patients = dict(zip(prepared.ids, prepared.table.column("patient").to_pylist(), strict=True))
     scored: dict[str, Run] = {}
-    for run, one in zip(runs, trained, strict=True):
-        if not set(one.held_out) | set(one.trained_on) <= set(patients):
-            raise run.damaged()
-        seen = {patients[case] for case in one.trained_on}
-        for case in one.held_out:
-            if patients[case] in seen:
-                raise RunError(f"the run was trained on the patient of its held-out case {case}", uri=run.where)
+    for run, trained_run in zip(runs, trained, strict=True):
+        if not set(trained_run.held_out_cases) | set(trained_run.training_cases) <= set(patients):
+            raise run.damaged_error()
+        training_patients = {patients[case] for case in trained_run.training_cases}
+        for case in trained_run.held_out_cases:
+            if patients[case] in training_patients:
+                raise RunError(f"the run was trained on the patient of its held-out case {case}", uri=run.folder_uri)
             if case in scored:
                 raise ConfigError(
-                    f"this run and {scored[case].where} hold out the same cases, such as {case}",
-                    uri=run.where,
-                    fix="Evaluate one run a fold",
+                    f"this run and {scored[case].folder_uri} hold out the same cases, such as {case}",
+                    uri=run.folder_uri,
+                    fix="Give one run per fold",
                 )
             scored[case] = run
 
 
-class _Files:
-    """Masks and overlays of one evaluation."""
+class _ResultFiles:
+    """The masks and overlays of one evaluation."""
 
-    def __init__(self, out: Run, name: str, *, masks: bool) -> None:
+    def __init__(self, out: Run, name: str, *, write_masks: bool) -> None:
         self._out = out
         self._name = name
-        self._masks = masks
-        self._written: set[str] = set()
-        self._pictures: dict[str, bytes] = {}
+        self._write_masks = write_masks
+        self._names: set[str] = set()
+        self.pictures: dict[str, bytes] = {}
+        """PNG of each case, in memory until the case's score decides whether to write it."""
 
-    def mask(self, case: str, mask: npt.NDArray[np.uint8], geometry: Geometry) -> None:
-        """Write a mask, where masks are wanted."""
-        if self._masks:
+    def add_mask(self, case: str, mask: npt.NDArray[np.uint8], geometry: Geometry) -> None:
+        """Write a mask, unless the config turns masks off."""
+        if self._write_masks:
             file = f"{self._name}/masks/{uris.quote(case)}.nii.gz"
             write_mask(self._out.file_uri(file), mask, geometry, config=self._out.config)
-            self._written.add(file)
-
-    def picture(self, case: str, png: bytes) -> None:
-        """Hold a picture until the case's score says whether it is kept."""
-        self._pictures[case] = png
+            self._names.add(file)
 
     def keep_worst(self, cases: Sequence[dict[str, Any]]) -> None:
-        """Let go of the pictures of the best of the scored `cases`, down to `OVERLAYS` scored ones."""
-        scored = sorted((c for c in cases if c["case"] in self._pictures), key=case_dice)
-        for case in scored[OVERLAYS:]:
-            del self._pictures[str(case["case"])]
+        """Drop the pictures of the best of the scored `cases`, so that at most `MAX_OVERLAYS` remain."""
+        scored = sorted((c for c in cases if c["case"] in self.pictures), key=case_dice)
+        for case in scored[MAX_OVERLAYS:]:
+            del self.pictures[str(case["case"])]
 
     def finish(self) -> None:
-        """Write the pictures that are left, and remove files of an evaluation before."""
-        for case, png in self._pictures.items():
+        """Write the remaining pictures, and remove files of a previous evaluation."""
+        for case, png in self.pictures.items():
             file = f"{self._name}/overlays/{uris.quote(case)}.png"
-            self._out.write(file, png)
-            self._written.add(file)
-        kept = {self._out.key(file) for file in self._written}
+            self._out.write_bytes(file, png)
+            self._names.add(file)
+        current_keys = {self._out.key(file) for file in self._names}
         for part in ("masks", "overlays"):
             pages = self._out.store.list_pages(self._out.key(f"{self._name}/{part}/"))
             self._out.store.delete(
-                [key for page in pages for key in page.column("path").to_pylist() if key not in kept]
+                [key for page in pages for key in page.column("path").to_pylist() if key not in current_keys]
             )
 
 
 def case_dice(case: Mapping[str, Any]) -> float:
-    """A case's mean Dice over its scored targets; 1 where there was nothing to find and nothing was found."""
-    found = [one["dice"] for one in case.values() if isinstance(one, dict) and not math.isnan(one["dice"])]
-    return sum(found) / len(found) if found else 1.0
+    """Return a case's mean Dice over its scored targets; 1 if both truth and prediction are empty."""
+    scores = [value["dice"] for value in case.values() if isinstance(value, dict) and not math.isnan(value["dice"])]
+    return sum(scores) / len(scores) if scores else 1.0
 
 
-def _scored(
-    entry: dict[str, Any],
-    mask: npt.NDArray[np.uint8],
-    truth: npt.NDArray[np.uint8],
-    spacing: tuple[float, float, float],
-    description: Description,
-    how: EvaluateConfig,
-) -> dict[str, Any]:
-    scored = scores.score_case(mask, truth, spacing, description, surface_tolerance_mm=how.surface_tolerance_mm)
-    return {**entry, **scored}
-
-
-def _predictions(
-    predictor: Predictor, prepared: Prepared, held_out: Sequence[str], how: EvaluateConfig, files: _Files
+def _predict_cases(
+    predictor: Predictor, prepared: Prepared, case_ids: Sequence[str], config: EvaluateConfig, files: _ResultFiles
 ) -> Iterator[tuple[str, npt.NDArray[np.uint8], npt.NDArray[np.uint8], tuple[float, float, float]]]:
-    """Case, mask, truth and spacing of every held-out case, in the space that is scored."""
-    cases = Cases(prepared, Caching(ram_bytes=0))
+    """Yield the id, mask, truth and spacing of every case, in the grid to score in."""
+    cases = Cases(prepared, CacheLimits(ram_bytes=0))
     rows = {case: row for row, case in enumerate(prepared.ids)}
-    for case in held_out:
+    for case in case_ids:
         volume = cases.open(rows[case])
         geometry = Geometry.from_dict(volume.case.volume["geometry"])
-        # Before the network's work, so that a label that is gone is said at once.
-        truth = read_truth(volume.case, geometry, prepared) if how.space == "scan" else None
-        image, label = volume.whole()
-        outputs = predictor.outputs(image)
+        # Before the prediction, so that a missing label is reported at once.
+        truth = read_truth(volume.case, geometry, prepared) if config.space == "scan" else None
+        image, label = volume.read_whole()
+        outputs = predictor.predict_outputs(image)
         on_grid = to_mask(outputs, predictor.description).numpy()
-        files.picture(case, pictures.overlay_png(image[0].numpy(), label.numpy(), on_grid, volume.grid.spacing))
+        picture = pictures.row(image[0].numpy(), label.numpy(), on_grid, volume.grid.spacing)
+        files.pictures[case] = pictures.png(picture)
         del image
-        if how.masks or truth is not None:
+        if config.masks or truth is not None:
             in_scan = predictor.mask_in_scan(outputs, volume.grid)
-            files.mask(case, in_scan, geometry)
+            files.add_mask(case, in_scan, geometry)
         if truth is None:
             yield case, on_grid, label.numpy(), volume.grid.spacing
         else:
@@ -246,27 +234,27 @@ def _predictions(
 
 
 def read_truth(case: PreparedCase, geometry: Geometry, prepared: Prepared) -> npt.NDArray[np.uint8]:
-    """The label file that a case came with, along the axes of its scan's `geometry`."""
+    """Read the original label file of a case, along the axes of its scan's `geometry`."""
     uri: str = case.source["label"]
-    fix = "Put it back, or score against the prepared label: space=prepared"
+    fix = "Restore it, or score against the prepared label with space=prepared"
     try:
-        label, own = read_label(uri, prepared.config)
+        label, label_geometry = read_label(uri, prepared.config)
     except NotFoundError as error:
         if type(error) is not NotFoundError:
             raise
-        raise RunError(f"the label of case {case.id} is gone", uri=uri, fix=fix) from None
+        raise RunError(f"the label of case {case.id} does not exist anymore", uri=uri, fix=fix) from None
     except ScanError as error:
-        said = str(error).removeprefix(f"{error.uri}: ")
-        raise RunError(f"the label of case {case.id} cannot be read now: {said}", uri=uri, fix=fix) from None
-    label = along(label, own, geometry)
-    unknown = set(np.flatnonzero(value_counts(label)).tolist()) - set(prepared.description.labels.values())
+        cause = str(error).removeprefix(f"{error.uri}: ")
+        raise RunError(f"the label of case {case.id} cannot be read anymore: {cause}", uri=uri, fix=fix) from None
+    label = align_axes(label, label_geometry, geometry)
+    unknown = set(np.flatnonzero(count_values(label)).tolist()) - set(prepared.description.labels.values())
     if label.shape != geometry.canonical_shape or unknown:
-        raise RunError(f"the label of case {case.id} is not the one that was prepared", uri=uri, fix=fix)
+        raise RunError(f"the label of case {case.id} has changed since it was prepared", uri=uri, fix=fix)
     return label
 
 
-def to_csv(cases: Sequence[dict[str, Any]], description: Description) -> str:
-    """One line a case: case, fold, and each measure of each target."""
+def format_csv(cases: Sequence[dict[str, Any]], description: Description) -> str:
+    """Return a CSV table with a line per case: case, fold, and each measure of each target."""
     buffer = io.StringIO()
     writer = csv.writer(buffer, lineterminator="\n")
     writer.writerow(["case", "fold", *(f"{t}/{m}" for t in description.targets for m in _MEASURES)])
@@ -277,31 +265,23 @@ def to_csv(cases: Sequence[dict[str, Any]], description: Description) -> str:
     return buffer.getvalue()
 
 
-def table(evaluation: Evaluation, description: Description) -> str:
-    """The summary as people read it."""
-    head = f"{'':<16}{'Dice':>8}{'± std':>8}{'median':>8}{'HD95 mm':>10}{'surface':>9}{'cases':>7}"
-    lines = [head]
+def format_table(evaluation: EvaluationResult, description: Description) -> str:
+    """Format the summary as a table."""
+    lines = [f"{'':<16}{'Dice':>8}{'± std':>8}{'median':>8}{'HD95 mm':>10}{'surface':>9}{'cases':>7}"]
     for target in description.targets:
-        found = evaluation.summary["targets"][target]
-        dice, hd95, surface = (found[m] for m in ("dice", "hd95_mm", "surface_dice"))
-        lines.append(
-            f"{target:<16}{_number(dice['mean'], 8, 3)}{_number(dice['std'], 8, 3)}{_number(dice['median'], 8, 3)}"
-            f"{_number(hd95['mean'], 10, 2)}{_number(surface['mean'], 9, 3)}{dice['count']:>7}"
-        )
-    lines.append(f"{'mean':<16}{_number(evaluation.summary['mean_dice'], 8, 3)}")
+        scores = evaluation.summary["targets"][target]
+        dice, hd95, surface = (scores[m] for m in ("dice", "hd95_mm", "surface_dice"))
+        values = (dice["mean"], 8, 3), (dice["std"], 8, 3), (dice["median"], 8, 3), (hd95["mean"], 10, 2)
+        shown = "".join(_format_number(*value) for value in (*values, (surface["mean"], 9, 3)))
+        lines.append(f"{target:<16}{shown}{dice['count']:>7}")
+    lines.append(f"{'mean':<16}{_format_number(evaluation.summary['mean_dice'], 8, 3)}")
     return "\n".join(lines)
 
 
-def _number(value: float | None, width: int, digits: int) -> str:
+def _format_number(value: float | None, width: int, digits: int) -> str:
     return f"{'-':>{width}}" if value is None else f"{value:>{width}.{digits}f}"
 
 
-def _finite(value: Any) -> Any:
-    """NaN as null, which JSON has."""
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, dict):
-        return {k: _finite(v) for k, v in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(v) for v in value]
-    return json.loads(json.dumps(value, default=float))
+def _replace_nan(value: Any) -> Any:
+    """Replace NaN and infinity by None, because JSON has neither."""
+    return json.loads(json.dumps(value, default=float), parse_constant=lambda _: None)

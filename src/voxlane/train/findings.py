@@ -1,4 +1,4 @@
-"""What a run has written so far, read back from its folder. Only run.json must be there."""
+"""Read what a run has written so far. Only run.json must exist."""
 
 from __future__ import annotations
 
@@ -7,18 +7,19 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from voxlane.errors import ConfigError, NotFoundError, RunError
+from voxlane.pages.formatting import as_float
 from voxlane.settings import build
 from voxlane.store import Store, StoreConfig
-from voxlane.train.run import runs_at
-from voxlane.uri import parse, quote
+from voxlane.train.run import Run, find_runs
+from voxlane.uri import quote
 from voxlane.volume.description import Description
 
-WORST = 6
-"""Cases shown with pictures, besides the typical one."""
+WORST_CASES = 6
+"""Number of cases shown with pictures, besides the typical one."""
 
 
 @dataclass(frozen=True)
@@ -26,34 +27,75 @@ class Evaluation:
     """One evaluation of the run."""
 
     name: str
-    """validation: the held-out fold; cross-validation: every case by the fold that did not see it."""
+    """validation: the held-out fold; cross-validation: every case by the fold that did not train on it."""
     summary: Mapping[str, Any]
+    """Content of summary.json."""
     cases: Sequence[Mapping[str, Any]] = ()
+    """Content of cases.json."""
     overlays: Mapping[str, bytes] = field(default_factory=dict)
-    """PNG of the cases that `shown` chooses, where there is one."""
+    """PNG of the `pictured_cases`, by name."""
 
     @property
     def targets(self) -> list[str]:
-        """What was scored, in order."""
+        """Return the scored targets, in order."""
         return list(self.summary.get("targets") or {})
+
+    @property
+    def title(self) -> str:
+        """Return the heading of this evaluation."""
+        if self.name == "validation":
+            return "Held-out validation cases"
+        folds = sorted({str(case["fold"]) for case in self.cases if case.get("fold") is not None})
+        if self.name != "cross-validation" or not folds:
+            return self.name
+        return f"Cross-validation, fold{'s' if len(folds) > 1 else ''} {', '.join(folds)}"
+
+    @property
+    def ranked_cases(self) -> list[Mapping[str, Any]]:
+        """Return the cases by mean Dice, worst first; those without a score come last."""
+
+        def rank(case: Mapping[str, Any]) -> tuple[bool, float, str]:
+            dice = mean_dice(case, self.targets)
+            return math.isnan(dice), dice, str(case["case"])
+
+        return sorted(self.cases, key=rank)
+
+    @property
+    def pictured_cases(self) -> list[tuple[Mapping[str, Any], str]]:
+        """Return the cases to show with a picture, each with a tag: the worst ones, and the median or best one."""
+        ranked = [case for case in self.ranked_cases if math.isfinite(mean_dice(case, self.targets))]
+        chosen = [(case, "worst" if rank == 0 else "") for rank, case in enumerate(ranked[:WORST_CASES])]
+        if len(ranked) > 2 * WORST_CASES:
+            chosen.append((ranked[len(ranked) // 2], "median case"))
+        elif len(ranked) > WORST_CASES:
+            chosen.append((ranked[-1], "best"))
+        return chosen
+
+    def statistics(self, target: str, name: str) -> Mapping[str, Any]:
+        """Return the statistics of one score of a target; empty if it has none."""
+        statistics: Mapping[str, Any] = (self.summary["targets"].get(target) or {}).get(name) or {}
+        return statistics
 
 
 @dataclass(frozen=True)
 class Findings:
-    """All that is known of a run."""
+    """Content of a run's files."""
 
     uri: str
     run: Mapping[str, Any]
+    """Content of run.json."""
     history: Sequence[Mapping[str, Any]] = ()
+    """Content of history.json, one entry per epoch."""
     stall: Mapping[str, Any] = field(default_factory=dict)
+    """Content of stall.json."""
     evaluations: Sequence[Evaluation] = ()
-    """The one over all folds first."""
-    broken: Sequence[str] = ()
-    """Names of files that are there but could not be read."""
+    """Evaluations, the one over all folds first."""
+    damaged_files: Sequence[str] = ()
+    """Names of files that exist but could not be read."""
 
     @functools.cached_property
     def description(self) -> Description | None:
-        """Of the dataset, where run.json holds a valid one."""
+        """Return the dataset's description if run.json holds a valid one."""
         try:
             return build(Description, self.run.get("description") or {})
         except ConfigError:
@@ -61,7 +103,7 @@ class Findings:
 
     @property
     def best(self) -> tuple[int, float] | None:
-        """Epoch and mean Dice of the best validation during training, if there was one."""
+        """Return epoch and mean Dice of the best validation during training, if there was one."""
         scored = [(m, row) for row in self.history if math.isfinite(m := as_float(row.get("mean_dice")))]
         if not scored:
             return None
@@ -69,23 +111,21 @@ class Findings:
         return int(as_float(row.get("epoch"))), dice
 
 
-def read(run_uri: str, config: StoreConfig | None = None) -> Findings:
-    """Read a run's files. RunError when no run is there; a file that is missing or damaged otherwise is left out, and
-    named in `broken` if damaged."""
-    place = parse(run_uri)
-    store = Store(str(place), config)
-    prefix = place.key.rstrip("/") + "/" if place.key else ""
-    broken: list[str] = []
-    uri = store.uri(prefix).rstrip("/")
-    run = _json(store, prefix + "run.json", [], dict)
+def read_findings(run_uri: str, config: StoreConfig | None = None) -> Findings:
+    """Read a run's files; raise RunError if there is no run. Other files that are missing or damaged are left out; the
+    damaged ones are listed in `damaged_files`."""
+    folder = Run(run_uri, config)
+    store, prefix, uri = folder.store, folder.key(""), folder.folder_uri
+    damaged: list[str] = []
+    run = _read_json(store, prefix + "run.json", [], dict)
     if run is None:
-        if store.exists(prefix + "run.json"):
+        if folder.exists:
             raise RunError("run.json is damaged", uri=uri, fix="Restore it, or train again into another folder")
-        run = _all_folds(uri, config)
+        run = _merge_folds(uri, config)
     names = [key[len(prefix) :] for page in store.list_pages(prefix) for key in page.column("path").to_pylist()]
-    history = _json(store, prefix + "history.json", broken, list) or []
+    history = _read_json(store, prefix + "history.json", damaged, list) or []
     evaluations = [
-        _evaluation(store, prefix, name.split("/")[1], set(names), broken)
+        _read_evaluation(store, prefix, name.split("/")[1], set(names), damaged)
         for name in sorted(names)
         if name.count("/") == 2 and name.startswith("evaluation/") and name.endswith("/summary.json")
     ]
@@ -93,81 +133,57 @@ def read(run_uri: str, config: StoreConfig | None = None) -> Findings:
         uri=uri,
         run=run,
         history=[row for row in history if isinstance(row, dict) and math.isfinite(as_float(row.get("epoch")))],
-        stall=_json(store, prefix + "stall.json", broken, dict) or {},
-        evaluations=sorted(
-            (one for one in evaluations if one is not None), key=lambda one: (one.name != "cross-validation", one.name)
-        ),
-        broken=[name.removeprefix(prefix) for name in broken],
+        stall=_read_json(store, prefix + "stall.json", damaged, dict) or {},
+        evaluations=sorted(filter(None, evaluations), key=lambda e: (e.name != "cross-validation", e.name)),
+        damaged_files=[name.removeprefix(prefix) for name in damaged],
     )
 
 
-def _all_folds(uri: str, config: StoreConfig | None) -> dict[str, Any]:
-    """What the runs of several folds below `uri` have in common, as run.json would say it; RunError when none is."""
-    runs = runs_at(uri, config)
-    every = [run.facts() for run in runs]
-    held = [case for facts in every for case in facts["cases"]["validation"]]
-    names = [run.where.rpartition("/")[2] for run in runs]
-    return {**every[0], "fold": None, "fold_runs": names, "cases": {"train": [], "validation": sorted(held)}}
+def _merge_folds(uri: str, config: StoreConfig | None) -> dict[str, Any]:
+    """Return what the runs of several folds below `uri` have in common, in the form of run.json."""
+    runs = find_runs(uri, config)
+    facts = [run.read_facts() for run in runs]
+    held_out = sorted(case for fold in facts for case in fold["cases"]["validation"])
+    names = [run.folder_uri.rpartition("/")[2] for run in runs]
+    return {**facts[0], "fold": None, "fold_runs": names, "cases": {"train": [], "validation": held_out}}
 
 
-def _evaluation(store: Store, prefix: str, name: str, names: set[str], broken: list[str]) -> Evaluation | None:
+def _read_evaluation(store: Store, prefix: str, name: str, names: set[str], damaged: list[str]) -> Evaluation | None:
     folder = f"evaluation/{name}/"
-    summary = _json(store, f"{prefix}{folder}summary.json", broken, dict)
+    summary = _read_json(store, f"{prefix}{folder}summary.json", damaged, dict)
     if summary is None:
         return None
-    listed = _json(store, f"{prefix}{folder}cases.json", broken, list) or []
-    cases = [case for case in listed if isinstance(case, dict) and "case" in case]
-    bare = Evaluation(name, summary, cases)
+    cases = _read_json(store, f"{prefix}{folder}cases.json", damaged, list) or []
+    evaluation = Evaluation(name, summary, [case for case in cases if isinstance(case, dict) and "case" in case])
     pictures: dict[str, Future[Any]] = {}
-    for case, _ in shown(bare):
+    for case, _ in evaluation.pictured_cases:
         key = f"{folder}overlays/{quote(str(case['case']))}.png"
         if key in names:
             pictures[str(case["case"])] = store.submit(store.get, prefix + key)
-    return Evaluation(name, summary, cases, {case: bytes(body.result()) for case, body in pictures.items()})
-
-
-def shown(evaluation: Evaluation) -> list[tuple[Mapping[str, Any], str]]:
-    """The cases to look at, each with why: the worst ones, and the middle one of all."""
-    ranked = sorted(
-        (case for case in evaluation.cases if math.isfinite(mean_dice(case, evaluation.targets))),
-        key=lambda case: (mean_dice(case, evaluation.targets), str(case["case"])),
-    )
-    chosen = [(case, "worst" if rank == 0 else "") for rank, case in enumerate(ranked[:WORST])]
-    if len(ranked) > 2 * WORST:
-        chosen.append((ranked[len(ranked) // 2], "median case"))
-    elif len(ranked) > WORST:
-        chosen.append((ranked[-1], "best"))
-    return chosen
+    return replace(evaluation, overlays={case: bytes(body.result()) for case, body in pictures.items()})
 
 
 def mean_dice(case: Mapping[str, Any], targets: Sequence[str]) -> float:
-    """A case's Dice over the targets it has; NaN when it has none."""
+    """Return a case's mean Dice over the targets that were scored; NaN if none was."""
     values = [value for t in targets if math.isfinite(value := score(case, t, "dice"))]
     return sum(values) / len(values) if values else math.nan
 
 
 def score(case: Mapping[str, Any], target: str, name: str) -> float:
-    """One figure of one case; NaN where it was not scored."""
+    """Return one score of one case; NaN if it was not scored."""
     scores = case.get(target)
-    value = scores.get(name) if isinstance(scores, dict) else None
-    return as_float(value)
+    return as_float(scores.get(name) if isinstance(scores, dict) else None)
 
 
-def as_float(value: Any) -> float:
-    """A JSON value as a number; NaN for what is none."""
-    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else math.nan
-
-
-def _json(store: Store, key: str, broken: list[str], kind: type[Any]) -> Any:
-    """A file's content; None when it is not there, or when it is no `kind`, which is noted in `broken`."""
+def _read_json(store: Store, key: str, damaged: list[str], kind: type[Any]) -> Any:
+    """Return a file's content, or None if it does not exist or does not hold a `kind`; the latter adds to `damaged`."""
     try:
         value = json.loads(bytes(store.get(key)))
     except NotFoundError:
         return None
     except ValueError:
-        broken.append(key)
-        return None
+        value = None
     if not isinstance(value, kind):
-        broken.append(key)
+        damaged.append(key)
         return None
     return value

@@ -1,6 +1,6 @@
-"""Pictures of a segmentation: ground truth, scan and prediction side by side, as arrays and as PNG.
+"""Draw a segmentation: ground truth, scan and prediction side by side, as arrays and as PNG.
 
-Plain numpy, because they are drawn at every validation. Slices are axial and shown as radiologists see them: the
+Plain numpy, because pictures are drawn at every validation. Slices are axial and shown as radiologists see them: the
 patient's front up, the patient's right on the left.
 """
 
@@ -20,16 +20,16 @@ Array = npt.NDArray[Any]
 Window = tuple[float, float]
 
 PALETTE = ("#ff6f5e", "#4aa8ff", "#ffd24a", "#4fd6a0", "#c792ff", "#ff8ecb", "#a3d64f", "#5fe0e6")
-"""Colours of label values 1, 2, ...; values beyond start over."""
+"""Colours of label values 1, 2, ...; larger values start over."""
 ABDOMEN: Window = (-160.0, 240.0)
-"""The Hounsfield units from black to white of a usual abdominal CT window."""
+"""Hounsfield units from black to white of the usual abdominal CT window."""
 HEIGHT_PX = 288
-"""Height of a row unless another is asked for."""
+"""Default height of a row."""
 GAP_PX = 6
-"""Black between the pictures of a row."""
+"""Width of the black gap between the pictures of a row."""
 _AIR_BELOW_HU = -500.0
 _FILL = 0.38
-"""How much of its colour a segmented pixel takes."""
+"""Opacity of the colour of segmented pixels."""
 
 
 def row(
@@ -42,69 +42,47 @@ def row(
     z: int | None = None,
     height_px: int = HEIGHT_PX,
 ) -> npt.NDArray[np.uint8]:
-    """One row of pictures (height, width, 3): ground truth, scan, prediction, of the slice with most foreground.
+    """Return one row of pictures (height, width, 3): ground truth, scan, prediction, of the slice with most foreground.
 
-    `image_zyx` and the label arrays, any of which may be None, have the same shape; `spacing` is millimetres
-    (z, y, x) and gives the pixels their true proportions. `window` are the intensities shown black and white, by
-    default those of `own_window`. On the prediction, a white line is the outline of the truth.
+    `image_zyx` and the label arrays, which may be None, have the same shape. `spacing` is in millimetres (z, y, x) and
+    sets the proportions of the pixels. `window` are the intensities shown as black and white, by default those of
+    `own_window`. A white line on the prediction is the outline of the truth.
     """
-    at = best_slice(truth, predicted, len(image_zyx)) if z is None else z
-    plane = _upright(image_zyx[at]).astype(np.float32)
-    masks = [None if mask is None else _upright(mask[at]) for mask in (truth, predicted)]
+    index = best_slice(truth, predicted, len(image_zyx)) if z is None else z
+    plane = _upright(image_zyx[index]).astype(np.float32)
+    masks = [None if mask is None else _upright(mask[index]) for mask in (truth, predicted)]
     low, high = window or own_window(plane)
     grey = np.clip((np.nan_to_num(plane, nan=low) - low) / max(high - low, 1e-6), 0, 1)
     box = _not_black(grey, [mask for mask in masks if mask is not None])
-    shown = [None if mask is None else mask[box] for mask in masks]
+    truth_plane, predicted_plane = (None if mask is None else mask[box] for mask in masks)
     grey = grey[box]
     shape = _size_px(grey.shape, spacing[1:], height_px)
     scan = np.repeat(resize(grey, shape)[..., None], 3, axis=2)
-    own, guess = shown
     pictures = [scan]
-    if own is not None:
-        pictures.insert(0, paint(scan, own))
-    if guess is not None:
-        pictures.append(paint(scan, guess, outline=own))
+    if truth_plane is not None:
+        pictures.insert(0, paint(scan, truth_plane))
+    if predicted_plane is not None:
+        pictures.append(paint(scan, predicted_plane, outline=truth_plane))
     gap = np.zeros((shape[0], GAP_PX, 3), np.float32)
     parts = [part for picture in pictures for part in (picture, gap)][:-1]
     return np.asarray(np.round(np.concatenate(parts, axis=1) * 255), np.uint8)
 
 
-def overlay_png(
-    image_zyx: Array,
-    truth: Array | None,
-    predicted: Array | None,
-    spacing: Sequence[float],
-    window: Window | None = None,
-    *,
-    z: int | None = None,
-    height_px: int = HEIGHT_PX,
-) -> bytes:
-    """The picture of `row` as the bytes of a PNG file."""
-    return png(row(image_zyx, truth, predicted, spacing, window, z=z, height_px=height_px))
-
-
-def stack(rows: Sequence[npt.NDArray[np.uint8]]) -> npt.NDArray[np.uint8]:
-    """Rows below one another in one picture; narrower ones get black at their right."""
-    width = max(r.shape[1] for r in rows)
-    parts = [np.pad(r, ((0, GAP_PX), (0, width - r.shape[1]), (0, 0))) for r in rows]
-    return np.concatenate(parts)[:-GAP_PX]
-
-
 def legend(description: Description) -> list[tuple[str, str]]:
-    """Name and colour (#rrggbb) of everything a mask can hold, regions under the value they are written with."""
+    """Return name and colour (#rrggbb) of a mask's classes; regions have the colour of their mask value."""
     if description.regions:
         return [(n, colour(v)) for n, v in zip(description.targets, description.mask_values, strict=True)]
     return [(name, colour(value)) for name, value in description.foreground]
 
 
 def colour(value: int) -> str:
-    """The colour of a label value above 0, as #rrggbb."""
+    """Return the colour of a label value above 0, as #rrggbb."""
     return PALETTE[(value - 1) % len(PALETTE)]
 
 
 def own_window(plane: Array) -> Window:
-    """The intensities to show as black and white: of Hounsfield units, known by their air, an abdominal window; of
-    anything else the 1st and 99.5th percentiles."""
+    """Return the intensities to show as black and white. Hounsfield units, recognised by their air, get an abdominal
+    window, anything else its 1st and 99.5th percentiles."""
     finite = plane[np.isfinite(plane)]
     if finite.size == 0:
         return 0.0, 1.0
@@ -115,8 +93,8 @@ def own_window(plane: Array) -> Window:
 
 
 def best_slice(truth: Array | None, predicted: Array | None, slices: int) -> int:
-    """The slice with most true foreground, each class counted as a share of all its voxels so that small ones are
-    seen; without any, with most predicted; without that, the middle one."""
+    """Return the slice with most true foreground, else with most predicted foreground, else the middle one. Each class
+    counts as a share of all its voxels, so that small classes are seen."""
     for mask in (truth, predicted):
         if mask is not None and mask.any():
             shares = [(counts := (mask == v).sum((1, 2))) / counts.sum() for v in np.unique(mask) if v]
@@ -125,8 +103,8 @@ def best_slice(truth: Array | None, predicted: Array | None, slices: int) -> int
 
 
 def paint(picture: Array, mask: Array, outline: Array | None = None) -> Array:
-    """`picture` (height, width, 3; 0 to 1) with every class of `mask`, a smaller plane, translucent and outlined in
-    its colour; with `outline`, that mask's classes are drawn over it as white lines."""
+    """Return `picture` (height, width, 3; 0 to 1) with every class of `mask`, a smaller plane, in its colour. Classes
+    are translucent and outlined. The classes of the mask `outline` are drawn over them as white lines."""
     shape = (picture.shape[0], picture.shape[1])
     painted = picture.copy()
     for value, inside in _smooth(mask, shape):
@@ -140,7 +118,7 @@ def paint(picture: Array, mask: Array, outline: Array | None = None) -> Array:
 
 
 def resize(plane: Array, shape: tuple[int, int]) -> Array:
-    """`plane` at another size, linearly interpolated between pixel centres."""
+    """Return `plane` at another size, linearly interpolated between pixel centres."""
     for axis, size in enumerate(shape):
         old = plane.shape[axis]
         at = np.clip((np.arange(size) + 0.5) * old / size - 0.5, 0, old - 1)
@@ -152,9 +130,9 @@ def resize(plane: Array, shape: tuple[int, int]) -> Array:
 
 
 def png(picture: npt.NDArray[np.uint8]) -> bytes:
-    """A picture (height, width, 3) as the bytes of a PNG file; equal pictures give equal bytes."""
+    """Return a picture (height, width, 3) as the bytes of a PNG file; equal pictures give equal bytes."""
     height, width, _ = picture.shape
-    # Filter 2 stores each line as its difference from the one above, which packs a scan's smooth greys well.
+    # Filter 2 stores each line as its difference from the one above, which compresses the smooth greys of a scan well.
     lines = np.empty((height, 1 + 3 * width), np.uint8)
     flat = picture.reshape(height, -1)
     lines[:, 0] = 2
@@ -169,33 +147,33 @@ def png(picture: npt.NDArray[np.uint8]) -> bytes:
 
 
 def _upright(plane: Array) -> Array:
-    """An axial plane (y to the front, x to the right) with the front up and the patient's right on the left."""
+    """Turn an axial plane (y to the front, x to the right): the front up, and the patient's right on the left."""
     return plane[::-1, ::-1]
 
 
 def _not_black(grey: Array, masks: Sequence[Array]) -> tuple[slice, slice]:
-    """The rectangle outside which the picture is black and nothing is segmented."""
+    """Return the rectangle outside which the picture is black and nothing is segmented."""
     bright = grey > 0.08
     for mask in masks:
         bright = bright | (mask > 0)
     spans = []
     for axis in (1, 0):
-        # A line counts once a fiftieth of it is bright, so that the grain of empty air does not.
-        wanted = np.flatnonzero((bright.mean(axis) > 0.02) | np.any([(m > 0).any(axis) for m in masks], axis=0))
+        # A line counts once a fiftieth of it is bright, so that the noise of empty air does not.
+        lines = np.flatnonzero((bright.mean(axis) > 0.02) | np.any([(m > 0).any(axis) for m in masks], axis=0))
         full = (0, bright.shape[1 - axis])
-        first, last = (int(wanted[0]) - 1, int(wanted[-1]) + 2) if len(wanted) else full
+        first, last = (int(lines[0]) - 1, int(lines[-1]) + 2) if len(lines) else full
         spans.append(slice(max(first, 0), min(last, full[1])))
     return spans[0], spans[1]
 
 
 def _size_px(shape: Sequence[int], spacing: Sequence[float], height_px: int) -> tuple[int, int]:
-    """Pixels (height, width) of a plane of `shape` and `spacing` (y, x) drawn `height_px` high."""
+    """Return the pixels (height, width) of a plane of `shape` and `spacing` (y, x) drawn `height_px` high."""
     ratio = (shape[1] * spacing[1]) / (shape[0] * spacing[0])
     return height_px, max(1, min(round(height_px * ratio), 4 * height_px))
 
 
 def _smooth(mask: Array, shape: tuple[int, int]) -> list[tuple[int, Array]]:
-    """Each class of `mask` and where it is in a larger picture: the largest share wins, so that edges are smooth."""
+    """Return each class of `mask` with its pixels in a larger picture; the largest share wins, for smooth edges."""
     values = [int(v) for v in np.unique(mask)]
     if len(values) == 1:
         return [(v, np.ones(shape, bool)) for v in values if v]
@@ -205,7 +183,7 @@ def _smooth(mask: Array, shape: tuple[int, int]) -> list[tuple[int, Array]]:
 
 
 def _edge(inside: Array) -> Array:
-    """The pixels of `inside` with a neighbour outside it; the picture's border is none."""
+    """Return the pixels of `inside` with a neighbour outside it; the picture's border does not count."""
     padded = np.pad(inside, 1, mode="edge")
     core = padded[:-2, 1:-1] & padded[2:, 1:-1] & padded[1:-1, :-2] & padded[1:-1, 2:]
     edge: Array = inside & ~core

@@ -1,7 +1,9 @@
-"""Trained networks applied to whole scans: one run's, or several folds' together."""
+"""Apply trained networks, of one run or of several folds together, to whole scans, and write masks of new scans."""
 
 from __future__ import annotations
 
+import os
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -10,48 +12,54 @@ import numpy as np
 import numpy.typing as npt
 import pydantic
 import torch
+from tqdm import tqdm
 
+from voxlane import uri as uris
 from voxlane.checkpoint import Checkpoint
 from voxlane.errors import ConfigError, NotFoundError, RunError, ScanError
 from voxlane.model.networks import build
-from voxlane.model.windows import predict_windows
+from voxlane.model.sliding_window import predict_windows
 from voxlane.settings import record
-from voxlane.train.config import network_for
-from voxlane.train.run import Run, Trained
+from voxlane.store import StoreConfig
+from voxlane.train.config import resolve_network
+from voxlane.train.run import Run, TrainedRun
+from voxlane.volume.case_checks import compare_grids, count_not_finite, count_values, stack_channels
 from voxlane.volume.description import Description
+from voxlane.volume.formats.voxels import open_store
 from voxlane.volume.grid import Grid, image_to_grid, mask_to_scan, outputs_to_scan, plan_grid
 from voxlane.volume.plan import Plan, Triple
+from voxlane.volume.scan import Scan, read_scan, strip_scan_suffix, write_mask
 
 Mask = npt.NDArray[np.uint8]
 
 
 @record
 class PredictConfig:
-    """How masks are predicted."""
+    """The config of prediction."""
 
     checkpoint: Literal["last", "best"] = "last"
-    """Which weights of the run. best: those with the highest Dice of the validations while training, which were over
-    the same held-out cases, so that their scores flatter; where nothing was held out, the last."""
+    """Checkpoint of the run to use. best: the one with the highest Dice in the validations while training; those used
+    the same held-out cases, so its scores are too high. Without held-out cases, best means last."""
     overlap: float = pydantic.Field(default=0.5, ge=0, lt=1)
-    """Share of a window that its neighbour covers too."""
+    """Fraction of a window that the next window overlaps."""
     mirror: bool = False
-    """Average over all mirrorings: eight times the work for a little accuracy."""
+    """Average the predictions of all mirror images: eight times the work for slightly better accuracy."""
     window_batch: int = pydantic.Field(default=4, ge=1)
-    """Windows predicted at once."""
+    """Number of windows predicted at once."""
     accelerator: Literal["auto", "cpu", "gpu"] = "auto"
-    """Where to predict; auto: on a GPU where there is one."""
+    """Device to predict on. auto: a GPU if there is one."""
     precision: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """Arithmetic of the network; auto: bfloat16 on GPUs, float32 elsewhere."""
+    """Number format of the network's arithmetic. auto: bfloat16 on GPUs, float32 elsewhere."""
 
 
 @dataclass
 class Predictor:
-    """Networks that were trained alike, whose outputs are averaged.
+    """Networks of one architecture, whose outputs are averaged.
 
-    Memory on the host for a scan of V voxels and C channels, on a plan's grid of P voxels, with K outputs: the scan as
-    it is stored, 4CP for its image, 2KP for the outputs (6KP with several networks), 10V for two outputs on the scan's
-    grid and the mask, and one slab of windows (see `predict_windows`). For 400 x 512 x 512 voxels of int16, one
-    channel, three outputs and no resampling that is about 3 GB, libraries included; a test holds it below 3.3.
+    Host memory for a scan of V voxels and C channels, on a plan's grid of P voxels, with K outputs: the scan as stored,
+    4CP bytes for its image, 2KP for the outputs (6KP with several networks), 10V for two outputs on the scan's grid and
+    the mask, and one slab of windows (see `predict_windows`). For 400 x 512 x 512 voxels of int16, one channel, three
+    outputs and no resampling that is about 3 GB including libraries; a test keeps it below 3.3 GB.
     """
 
     networks: list[torch.nn.Module]
@@ -59,37 +67,39 @@ class Predictor:
     description: Description
     patch: Triple
     device: torch.device
-    how: PredictConfig
+    config: PredictConfig
 
     @classmethod
-    def load(cls, runs: Sequence[Run], how: PredictConfig | None = None) -> Predictor:
-        """The networks of `runs`, with the weights that `how.checkpoint` names."""
-        how = how or PredictConfig()
-        if how.accelerator == "gpu" and not torch.cuda.is_available():
-            raise ConfigError("accelerator: no GPU that torch can use is here", fix="Leave it out to use the CPU")
-        device = torch.device("cuda" if how.accelerator != "cpu" and torch.cuda.is_available() else "cpu")
-        every = [Trained.of(run) for run in runs]
-        first = every[0]
-        for run, trained in zip(runs, every, strict=True):
-            for what, own, other in (
+    def load(cls, runs: Sequence[Run], config: PredictConfig | None = None) -> Predictor:
+        """Load the networks of `runs`, with the weights that `config.checkpoint` names."""
+        config = config or PredictConfig()
+        if config.accelerator == "gpu" and not torch.cuda.is_available():
+            raise ConfigError("accelerator: torch finds no GPU on this machine", fix="Leave it out to use the CPU")
+        device = torch.device("cuda" if config.accelerator != "cpu" and torch.cuda.is_available() else "cpu")
+        trained_runs = [TrainedRun.load(run) for run in runs]
+        first = trained_runs[0]
+        for run, trained in zip(runs, trained_runs, strict=True):
+            for difference, value, expected in (
                 ("for other channels or labels", trained.description, first.description),
                 ("by another plan", trained.plan, first.plan),
                 ("with another patch", trained.patch, first.patch),
             ):
-                if own != other:
+                if value != expected:
                     raise ConfigError(
-                        f"this run was trained {what} than {runs[0].where}",
-                        uri=run.where,
-                        fix="Predict together with runs over one prepared dataset and of one config only",
+                        f"this run was trained {difference} than {runs[0].folder_uri}",
+                        uri=run.folder_uri,
+                        fix="Combine only runs with the same prepared dataset and config",
                     )
-        networks = [_network(run, trained, how).to(device) for run, trained in zip(runs, every, strict=True)]
+        networks = [
+            _load_network(run, trained, config).to(device) for run, trained in zip(runs, trained_runs, strict=True)
+        ]
         if device.type == "cuda":
             for network in networks:
                 network.to(memory_format=torch.channels_last_3d)  # type: ignore[call-overload]
-        return cls(networks, first.plan, first.description, first.patch, device, how)
+        return cls(networks, first.plan, first.description, first.patch, device, config)
 
-    def outputs(self, image: torch.Tensor, progress: Callable[[int, int], None] | None = None) -> torch.Tensor:
-        """Mean logits (K, Z, Y, X), float16 on the CPU, of an image (C, Z, Y, X) on the plan's grid."""
+    def predict_outputs(self, image: torch.Tensor, progress: Callable[[int, int], None] | None = None) -> torch.Tensor:
+        """Return the mean logits (K, Z, Y, X), float16 on the CPU, of an image (C, Z, Y, X) on the plan's grid."""
         mean: torch.Tensor | None = None
         for number, network in enumerate(self.networks):
 
@@ -101,9 +111,9 @@ class Predictor:
                 network,
                 image,
                 self.patch,
-                overlap=self.how.overlap,
-                batch=self.how.window_batch,
-                mirror_axes=(0, 1, 2) if self.how.mirror else (),
+                overlap=self.config.overlap,
+                batch=self.config.window_batch,
+                mirror_axes=(0, 1, 2) if self.config.mirror else (),
                 device=self.device,
                 autocast=self._autocast,
                 result_dtype=torch.float16,
@@ -117,9 +127,9 @@ class Predictor:
 
     @property
     def _autocast(self) -> torch.dtype | None:
-        if self.how.precision == "auto":
+        if self.config.precision == "auto":
             return torch.bfloat16 if self.device.type == "cuda" else None
-        return None if self.how.precision == "float32" else getattr(torch, self.how.precision)
+        return None if self.config.precision == "float32" else getattr(torch, self.config.precision)
 
     def predict(
         self,
@@ -129,21 +139,21 @@ class Predictor:
         uri: str = "",
         progress: Callable[[int, int], None] | None = None,
     ) -> Mask:
-        """The mask (Z, Y, X) of a scan (C, Z, Y, X) in its own canonical grid."""
-        wanted = self.description.channels
-        if len(image) != len(wanted):
+        """Return the mask (Z, Y, X) of a scan (C, Z, Y, X) in its own canonical grid."""
+        channels = self.description.channels
+        if len(image) != len(channels):
             raise ScanError(
-                f"the scan has {len(image)} channel{'s' * (len(image) != 1)}, and the model was trained on "
-                f"{len(wanted)} ({', '.join(wanted)})",
+                f"the scan has {len(image)} channel{'s' * (len(image) != 1)}, but the model was trained on "
+                f"{len(channels)} ({', '.join(channels)})",
                 uri=uri,
-                fix="Give one file a channel, joined by commas, in this order" * (len(wanted) > 1),
+                fix="Give one file per channel, joined by commas, in this order" * (len(channels) > 1),
             )
         grid = plan_grid(image, spacing, self.plan)
-        outputs = self.outputs(torch.from_numpy(image_to_grid(image, grid, self.plan)), progress)
+        outputs = self.predict_outputs(torch.from_numpy(image_to_grid(image, grid, self.plan)), progress)
         return self.mask_in_scan(outputs, grid)
 
     def mask_in_scan(self, outputs: torch.Tensor, grid: Grid) -> Mask:
-        """The mask of a scan from the outputs on the plan's grid; one output at a time goes to the scan's grid."""
+        """Return a scan's mask from outputs on the plan's grid, resampled to the scan's grid one output at a time."""
         values = self.description.mask_values
         mask: torch.Tensor | None = None
         best: torch.Tensor | None = None
@@ -163,30 +173,30 @@ class Predictor:
         return mask_to_scan(mask.numpy(), grid)
 
 
-def _network(run: Run, trained: Trained, how: PredictConfig) -> torch.nn.Module:
+def _load_network(run: Run, trained: TrainedRun, config: PredictConfig) -> torch.nn.Module:
     network = build(
-        network_for(trained.config, trained.plan),
+        resolve_network(trained.config, trained.plan),
         len(trained.description.channels),
         trained.description.outputs,
         deep_supervision=False,
     )
     try:
-        network.load_state_dict(weights(run, how.checkpoint))
+        network.load_state_dict(load_weights(run, config.checkpoint))
     except RuntimeError:
         raise RunError(
-            "its checkpoint does not fit the network that run.json describes",
-            uri=run.where,
+            "the checkpoint does not match the network in run.json",
+            uri=run.folder_uri,
             fix="Restore the run's own files, or train again into another folder",
         ) from None
     return network.eval()
 
 
-def weights(run: Run, which: Literal["best", "last"]) -> dict[str, Any]:
-    """The network's weights of a run's checkpoint."""
-    names = ["best", "last"] if which == "best" else ["last"]
+def load_weights(run: Run, checkpoint: Literal["best", "last"]) -> dict[str, Any]:
+    """Load the network's weights from a run's checkpoint; from `last` if there is no `best`."""
+    names = ["best", "last"] if checkpoint == "best" else ["last"]
     for name in names:
         try:
-            loaded = Checkpoint(run.checkpoints, run.config).load(f"{name}.ckpt", map_location="cpu")
+            loaded = Checkpoint(run.checkpoints_uri, run.config).load(f"{name}.ckpt", map_location="cpu")
         except NotFoundError as error:
             if type(error) is not NotFoundError:
                 raise
@@ -195,5 +205,126 @@ def weights(run: Run, which: Literal["best", "last"]) -> dict[str, Any]:
         state = loaded.get("state_dict") if isinstance(loaded, dict) else None
         return {k.removeprefix(prefix): v for k, v in (state or {}).items() if k.startswith(prefix)}
     raise RunError(
-        "the run has no checkpoint yet", uri=run.where, fix="Train on: voxlane train DATA --run RUN --resume"
+        "the run has no checkpoint yet", uri=run.folder_uri, fix="Continue it: voxlane train DATA --run RUN --resume"
     )
+
+
+# -- new scans ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class PredictionJob:
+    """A scan and the mask to write for it."""
+
+    scan: str
+    """The scan as the user gave it."""
+    files: tuple[str, ...]
+    """Files of the scan: one per channel, or one with all channels."""
+    mask: str
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """A mask that was written."""
+
+    scan: str
+    mask: str
+    volumes_ml: dict[str, float]
+    """Volume of each target in millilitres."""
+    seconds: float
+    """Time that reading, predicting and writing took."""
+
+
+def plan_predictions(scans: Sequence[str], out: str) -> list[PredictionJob]:
+    """Return the files to read and write, without reading a scan. Masks go below `out`, as NAME.nii.gz.
+
+    A scan is a NIfTI file, a folder of one DICOM series, or, for a model with several channels, one file per channel
+    joined by commas. Raises ConfigError if a mask would overwrite another mask or a scan.
+    """
+    folder = str(uris.parse(out)).rstrip("/")
+    jobs: dict[str, PredictionJob] = {}
+    for scan in scans:
+        parts = [part.strip() for part in scan.split(",")]
+        if not all(parts) or not uris.parse(parts[0]).key.strip("/"):
+            raise ConfigError(
+                f"{scan!r} does not name a scan", fix="Give a file or folder, or one file per channel: a,b,c"
+            )
+        files = tuple(str(uris.parse(part)) for part in parts)
+        name = strip_scan_suffix(files[0])
+        job = PredictionJob(scan, files, f"{folder}/{name}.nii.gz")
+        if job.mask in jobs:
+            raise ConfigError(
+                f"{jobs[job.mask].scan} and {scan} would both write {name}.nii.gz", fix="Predict them into two folders"
+            )
+        jobs[job.mask] = job
+    masks = {_resolve_links(job.mask) for job in jobs.values()}
+    for job in jobs.values():
+        for file in job.files:
+            if _resolve_links(file) in masks:
+                raise ConfigError("a mask would overwrite this scan", uri=file, fix="Choose another folder (-o)")
+    return list(jobs.values())
+
+
+def _resolve_links(uri: str) -> str:
+    """Resolve links in a local URI, so that two names of one file compare equal."""
+    parsed = uris.parse(uri)
+    return os.path.realpath(f"/{parsed.key}") if parsed.scheme == "file" else uri
+
+
+def predict(
+    predictor: Predictor, job: PredictionJob, config: StoreConfig | None = None, *, progress: bool | None = None
+) -> Prediction:
+    """Read a scan, segment it and write its mask.
+
+    The mask has the scan's grid, affine and integer type; uint8 if the scan has floats, or integers that cannot hold
+    the labels. `progress` forces the bar on or off; by default it shows on a terminal.
+    """
+    started_at = time.perf_counter()
+    target = uris.parse(job.mask)
+    open_store(target.root, config).check_writable(target.key)
+    scan = read_channels(job.files, config)
+    with tqdm(
+        desc=strip_scan_suffix(job.mask), unit="window", disable=None if progress is None else not progress
+    ) as bar:
+
+        def step(done: int, total: int) -> None:
+            bar.total = total
+            bar.update(done - bar.n)
+
+        mask = predictor.predict(scan.image, scan.geometry.spacing, uri=job.scan, progress=step)
+    description = predictor.description
+    write_mask(job.mask, mask, scan.geometry, dtype=mask_dtype(scan.dtype, description), config=config)
+    voxel_ml = float(np.prod(scan.geometry.spacing)) / 1000
+    counts = count_values(mask)
+    members = zip(description.targets, description.target_values, strict=True)
+    volumes = {target: float(counts[list(values)].sum()) * voxel_ml for target, values in members}
+    return Prediction(job.scan, job.mask, volumes, time.perf_counter() - started_at)
+
+
+def read_channels(files: Sequence[str], config: StoreConfig | None = None) -> Scan:
+    """Read the files of one scan as one image. They must share a grid, and all voxels must be finite."""
+    scans = [read_scan(file, config) for file in files]
+    for file, scan in zip(files, scans, strict=True):
+        if len(files) > 1 and len(scan.image) > 1:
+            raise ScanError(
+                f"a 4D file of {len(scan.image)} volumes, but each file must be one channel",
+                uri=file,
+                fix="Give it alone, or its volumes as 3D files",
+            )
+        difference, is_too_large = compare_grids(scans[0].geometry, scan.geometry)
+        if is_too_large:
+            raise ScanError(
+                f"not on the grid of {files[0]}: {difference}", uri=file, fix="Resample the channels onto one grid"
+            )
+        if invalid := sum(count_not_finite(channel) for channel in scan.image):
+            raise ScanError(
+                f"{invalid:,} of {scan.image.size:,} voxels are NaN or infinite", uri=file, fix="Set them to a number"
+            )
+    return stack_channels(scans)
+
+
+def mask_dtype(scan_dtype: np.dtype[Any], description: Description) -> np.dtype[Any]:
+    """Return the scan's type if it is an integer that holds every label, else uint8."""
+    if scan_dtype.kind in "iu" and np.iinfo(scan_dtype).max >= max(description.labels.values()):
+        return scan_dtype
+    return np.dtype(np.uint8)

@@ -1,26 +1,304 @@
-"""`voxlane report`: one HTML page about a run, beside the run's files."""
+"""`voxlane report`: write one HTML page about a run, beside the run's files."""
 
 from __future__ import annotations
 
-from voxlane.store import Store, StoreConfig
-from voxlane.train import findings
-from voxlane.train.page import page
-from voxlane.train.run import Run, runs_at
-from voxlane.uri import parse
+import math
+import shlex
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+from markupsafe import Markup, escape
+
+from voxlane.pages import charts
+from voxlane.pages.formatting import (
+    NO_VALUE,
+    as_float,
+    as_number,
+    format_bytes,
+    format_dollars,
+    format_duration,
+    format_number,
+    format_plural,
+    format_size,
+)
+from voxlane.pages.render import Tile, render
+from voxlane.store import StoreConfig
+from voxlane.train import pictures
+from voxlane.train.findings import Evaluation, Findings, read_findings, score
+from voxlane.train.run import Run, find_runs
+
+Facts = Sequence[tuple[str, str]]
+"""Names and values of a list of facts."""
+_TIME_PARTS = {
+    "bucket": ("#3778bf", "waiting for bytes from the bucket"),
+    "decode": ("#7a5fc0", "unpacking chunks into patches"),
+    "augment": ("#b0559b", "augmentation"),
+    "step": ("#1a7a63", "forward, backward and optimizer"),
+    "validate": ("#96660c", "sliding-window validation"),
+    "other": ("#66727e", "everything else: start, logging, checkpoints"),
+}
+"""Colour and meaning of each part of a run's time."""
 
 
 def report(run_uri: str, config: StoreConfig | None = None) -> str:
     """Write RUN/report.html and return its URI.
 
-    The page holds everything it shows, asks no server for anything, and says plainly what the run has not written yet.
-    Where RUN holds one run a fold, each gets its page, and RUN one about their cross-validation. RunError when there is
+    The page contains everything it shows, loads nothing, and states what the run has not written yet. If RUN holds one
+    run per fold, each of them gets a page, and RUN gets one about their cross-validation. Raises RunError if there is
     no run at `run_uri`.
     """
-    runs = runs_at(run_uri, config)
-    if [run.where for run in runs] != [Run(run_uri, config).where]:
+    runs = find_runs(run_uri, config)
+    if [run.folder_uri for run in runs] != [Run(run_uri, config).folder_uri]:
         for run in runs:
-            report(run.where, config)
-    found = findings.read(run_uri, config)
-    place = parse(found.uri + "/report.html")
-    Store(str(place), config).put(place.key, page(found).encode())
-    return str(place)
+            report(run.folder_uri, config)
+    findings = read_findings(run_uri, config)
+    run = Run(run_uri, config)
+    run.write_bytes("report.html", render_run_page(findings).encode())
+    return run.file_uri("report.html")
+
+
+def render_run_page(findings: Findings) -> str:
+    """Return the page of a run. Pure: the same findings give the same page."""
+    run = findings.run
+    data, description, cases = (run.get(k) or {} for k in ("data", "description", "cases"))
+    command = run.get("command") or []
+    colours = _TargetColours(findings)
+    time_parts = _time_parts(findings)
+    return render(
+        "report.html.j2",
+        title=str(data.get("name") or description.get("name") or "run"),
+        tiles=_tiles(findings, colours, time_parts),
+        footer=findings.uri,
+        findings=findings,
+        run=run,
+        colours=colours,
+        train_cases=cases.get("train") or [],
+        held_out_cases=cases.get("validation") or [],
+        score=score,
+        notes=partial(_describe_scoring, findings),
+        dot_chart=partial(_dot_chart, colours),
+        evaluate_command=f"voxlane evaluate {shlex.quote(findings.uri)}",
+        curves=_curves(findings, colours),
+        time_parts=time_parts,
+        time_facts=_time_facts(findings),
+        setup_facts=_setup_facts(run),
+        levels=_network_levels(run),
+        command_line=shlex.join(map(str, command)) if isinstance(command, list) else str(command),
+        environment=[(str(k).replace("_", " "), v) for k, v in (run.get("environment") or {}).items()],
+    )
+
+
+class Curve(NamedTuple):
+    """One chart over epochs with its legend; the chart is empty if nothing was recorded."""
+
+    title: str
+    series: Sequence[charts.Series]
+    chart: Markup
+    mark_label: str
+
+
+class TimePart(NamedTuple):
+    """One part of the run's time; `share` is between 0 and 1."""
+
+    name: str
+    seconds: float
+    share: float
+    colour: str
+    meaning: str
+
+
+class _TargetColours:
+    """Colours of the targets: as painted in the pictures, and as CSS variables that are deeper in light mode."""
+
+    def __init__(self, findings: Findings) -> None:
+        names: Iterable[str] = (t for evaluation in findings.evaluations for t in evaluation.targets)
+        self.painted = {name: pictures.colour(i + 1) for i, name in enumerate(dict.fromkeys(names))}
+        if findings.description is not None:
+            self.painted = dict(pictures.legend(findings.description))
+
+    def variable(self, target: str) -> str:
+        """Return the CSS variable of a target."""
+        names = list(self.painted)
+        return f"var(--t{names.index(target)})" if target in names else "var(--accent)"
+
+    @property
+    def css(self) -> Markup:
+        """Return the declaration of the variables."""
+        painted = list(self.painted.values())
+        darker = [[int(int(colour[i : i + 2], 16) * 0.8) for i in (1, 3, 5)] for colour in painted]
+        deep = "".join(f"--t{i}:#{red:02x}{green:02x}{blue:02x};" for i, (red, green, blue) in enumerate(darker))
+        plain = "".join(f"--t{i}:{colour};" for i, colour in enumerate(painted))
+        return Markup(f":root{{{deep}}}@media (prefers-color-scheme:dark){{:root{{{plain}}}}}")
+
+
+def _tiles(findings: Findings, colours: _TargetColours, time_parts: Sequence[TimePart]) -> list[Tile]:
+    """Return the figures to see first."""
+    tiles: list[Tile] = []
+    if findings.evaluations:
+        first = findings.evaluations[0]
+        cases = f"{format_plural(len(first.cases), 'case')}, {first.name}"
+        tiles.append(Tile("Mean Dice", format_number(first.summary.get("mean_dice"), 3), cases))
+        for target in first.targets:
+            dice = first.statistics(target, "dice").get("mean")
+            tiles.append(Tile(target, format_number(dice, 3), "Dice", colours.variable(target)))
+    elif best := findings.best:
+        tiles.append(Tile("Best mean Dice", format_number(best[1], 3), f"during training, epoch {best[0]}"))
+    if findings.history:
+        steps = format_number(findings.history[-1].get("step"), 0)
+        tiles.append(Tile("Epochs", f"{len(findings.history)}", f"{steps} steps"))
+    stall = findings.stall
+    seconds, patches = as_float(stall.get("seconds")), as_float(stall.get("patches"))
+    if math.isfinite(seconds):
+        rate = f"{patches / seconds:.3g}" if seconds > 0 and math.isfinite(patches) else "–"
+        tiles.append(Tile("Time", format_duration(seconds), f"{rate} patches/s"))
+        waited = sum(part.share for part in time_parts if part.name in ("bucket", "decode"))
+        tiles.append(Tile("Waiting for data", f"{waited:.1%}", "of the run's time"))
+    if "bytes_read" in stall:
+        requests = format_number(stall.get("requests"), 0)
+        tiles.append(Tile("Bytes read", format_bytes(stall["bytes_read"]), f"{requests} requests"))
+    return tiles
+
+
+# -- accuracy ----------------------------------------------------------------------------------------------------------
+
+
+def _dot_chart(colours: _TargetColours, evaluation: Evaluation) -> Markup:
+    return charts.dot_chart(
+        [
+            (target, colours.variable(target), [(str(c["case"]), score(c, target, "dice")) for c in evaluation.cases])
+            for target in evaluation.targets
+        ],
+        label=f"Dice of every case by target, {evaluation.name}",
+        x_name="Dice; one dot per case, the line is the mean",
+    )
+
+
+def _describe_scoring(findings: Findings, evaluation: Evaluation) -> str:
+    """Say by which rule and with which weights the cases were scored, and whether the scores are optimistic."""
+    rule = str(evaluation.summary.get("rule") or "")
+    checkpoint = ((evaluation.summary.get("config") or {}).get("predict") or {}).get("checkpoint")
+    weights = ""
+    if checkpoint == "best" and findings.best is not None:
+        weights = (
+            "The weights are the best of the run, chosen by Dice on held-out cases, which makes the scores slightly "
+            "optimistic; predict.checkpoint=last scores the run's last weights."
+        )
+    elif checkpoint in ("best", "last"):
+        weights = "These are the scores of the run's last weights."
+    return f"{rule} {weights}".strip()
+
+
+# -- curves and time ---------------------------------------------------------------------------------------------------
+
+
+def _curves(findings: Findings, colours: _TargetColours) -> list[Curve]:
+    history, best = findings.history, findings.best
+    if not history:
+        return []
+
+    def series(name: str, key: str, colour: str = "var(--accent)") -> charts.Series:
+        points = tuple((as_float(row.get("epoch")), as_float(row.get(key))) for row in history)
+        return charts.Series(name, colour, points)
+
+    def curve(title: str, lines: Sequence[charts.Series], mark_label: str = "", **options: Any) -> Curve:
+        return Curve(title, lines, charts.line_chart(lines, label=f"{title} by epoch", **options), mark_label)
+
+    targets = list(dict.fromkeys(t for row in history for t in (row.get("dice") or {})))
+    dice = [
+        charts.Series(
+            target,
+            colours.variable(target),
+            tuple((as_float(row.get("epoch")), as_float((row.get("dice") or {}).get(target))) for row in history),
+            faint=len(targets) > 1,
+        )
+        for target in targets
+    ]
+    if len(targets) != 1:
+        dice.append(series("mean", "mean_dice", "var(--ink)"))
+    mark_label = f"best mean, {best[1]:.3f} at epoch {best[0]}" if best else ""
+    return [
+        curve("Training loss", [series("loss", "loss")]),
+        curve("Validation Dice during training", dice, mark_label, y_range=(0, 1), mark=best[0] if best else None),
+        curve("Learning rate", [series("learning rate", "lr")], from_zero=True),
+        curve("Speed", [series("patches per second", "patches_per_s")], from_zero=True),
+    ]
+
+
+def _time_parts(findings: Findings) -> list[TimePart]:
+    shares = {k: as_float(v) for k, v in (findings.stall.get("shares") or {}).items()}
+    shares = {k: v for k, v in shares.items() if math.isfinite(v) and v > 0}
+    total = sum(shares.values())
+    order = [*(k for k in _TIME_PARTS if k in shares), *(k for k in shares if k not in _TIME_PARTS)]
+    unknown = (_TIME_PARTS["other"][0], "")
+    return [TimePart(name, shares[name], shares[name] / total, *_TIME_PARTS.get(name, unknown)) for name in order]
+
+
+def _time_facts(findings: Findings) -> Facts:
+    stall = findings.stall
+    memory = [m for row in findings.history if (m := as_number(row.get("memory_bytes"))) is not None]
+    patches, bytes_read = as_float(stall.get("patches")), as_float(stall.get("bytes_read"))
+    each = f", {format_bytes(bytes_read / patches)} each" if patches > 0 else ""
+    return _keep_known(
+        ("Read", Markup("{} in {} requests").format(format_bytes(bytes_read), format_number(stall.get("requests"), 0))),
+        ("Patches", Markup("{}{}").format(format_number(patches, 0), each)),
+        ("Steps", format_number(stall.get("steps"), 0)),
+        ("Cost of requests", format_dollars(as_float(stall.get("cost_usd")))),
+        ("Peak memory", format_bytes(max(memory, default=None))),
+    )
+
+
+def _keep_known(*facts: tuple[str, str]) -> Facts:
+    """Return the facts that have a value."""
+    return [(name, value) for name, value in facts if value and value != NO_VALUE]
+
+
+# -- data and network --------------------------------------------------------------------------------------------------
+
+
+def _setup_facts(run: Mapping[str, Any]) -> Facts:
+    data, plan, description, config = (run.get(k) or {} for k in ("data", "plan", "description", "config"))
+    patch, batch = config.get("patch") or plan.get("patch"), config.get("batch") or plan.get("batch")
+    labels = (f"{name} = {value}" for name, value in (description.get("labels") or {}).items())
+    regions = (f"{name} = {'+'.join(map(str, v))}" for name, v in (description.get("regions") or {}).items())
+    spacing = format_size(plan.get("spacing"), 3)
+    intensities = [escape(_describe_normalisation(channel)) for channel in plan.get("normalisation") or ()]
+    return _keep_known(
+        ("Prepared data", _code(data.get("uri"))),
+        ("Fingerprint", _code(data.get("fingerprint"))),
+        ("Channels", ", ".join(map(str, description.get("channels") or ()))),
+        ("Labels", ", ".join(labels)),
+        ("Regions", "; ".join(regions)),
+        ("Plan", str(plan.get("recipe", ""))),
+        ("Spacing", f"{spacing} mm (z, y, x)" if spacing else ""),
+        ("Patch", f"{format_size(patch)} voxels (z, y, x), {batch} per step" if patch else ""),
+        ("Intensities", Markup("<br>").join(intensities)),
+        ("Network", str(_network(run).get("kind", ""))),
+        ("Parameters", format_number(run.get("parameters"), 0)),
+    )
+
+
+def _code(value: Any) -> Markup:
+    return Markup("<code>{}</code>").format(value) if value else Markup()
+
+
+def _network(run: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the network that was trained, which may differ from the plan's."""
+    network: Mapping[str, Any] = run.get("network") or (run.get("plan") or {}).get("network") or {}
+    return network
+
+
+def _network_levels(run: Mapping[str, Any]) -> list[tuple[Any, str, str]]:
+    network = _network(run)
+    if network.get("kind") == "mlperf":
+        return []
+    levels = zip(*(network.get(name) or () for name in ("features", "strides", "kernels")), strict=False)
+    return [(features, format_size(stride), format_size(kernel)) for features, stride, kernel in levels]
+
+
+def _describe_normalisation(channel: Mapping[str, Any]) -> str:
+    scheme = str(channel.get("scheme", ""))
+    if scheme != "ct":
+        return "each case by its own mean and deviation" if scheme == "zscore" else scheme
+    values = (format_number(channel.get(name), 1) for name in ("lower", "upper", "mean", "std"))
+    return Markup("CT: clipped to {} … {} HU, minus {}, over {}").format(*values)

@@ -1,10 +1,10 @@
-"""A training run's folder in a bucket.
+"""The folder of a training run in a bucket.
 
-RUN/run.json            the command, the config, the plan and description it was trained by, its cases
-RUN/history.json        one entry an epoch
-RUN/stall.json          where the time went
+RUN/run.json            the command, the config, and the plan, description and cases that the run trains on
+RUN/history.json        one entry per epoch
+RUN/stall.json          how the run's time was spent
 RUN/checkpoints/        last.ckpt and best.ckpt
-RUN/done.json           written when the run has ended by itself and its last checkpoint is there
+RUN/done.json           written once the run has finished and its last checkpoint is published
 RUN/tensorboard/        event files
 RUN/evaluation/<name>/  scores, masks and overlays
 RUN/report.html
@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from voxlane import settings
@@ -23,97 +24,97 @@ from voxlane.store import Store, StoreConfig
 from voxlane.train.config import TrainConfig
 from voxlane.volume.description import Description
 from voxlane.volume.plan import Plan, Triple
-from voxlane.volume.prepared import folder
+from voxlane.volume.prepared_dataset import as_prefix
 
 VERSION = 1
 
 
 @dataclass(frozen=True)
 class Run:
-    """One run. Cheap: it reads and writes when asked."""
+    """One run. It does no I/O until a method or property needs some."""
 
     uri: str
     config: StoreConfig | None = field(default=None, compare=False)
 
     @property
-    def where(self) -> str:
-        """The folder's URI, without a slash at the end."""
-        return self.store.uri(self._prefix).rstrip("/")
+    def folder_uri(self) -> str:
+        """Normalized URI of the folder, without a trailing slash."""
+        return self.store.uri(self.key("")).rstrip("/")
 
-    @property
+    @cached_property
     def store(self) -> Store:
-        """The bucket."""
+        """Store of the bucket that holds the run."""
         return Store(self.uri, self.config)
 
-    @property
-    def _prefix(self) -> str:
-        return folder(uris.parse(self.uri).key)
-
     def key(self, name: str) -> str:
-        """The key of a file of this run."""
-        return self._prefix + name
+        """Return the key of a file of this run."""
+        return as_prefix(uris.parse(self.uri).key) + name
 
     def file_uri(self, name: str) -> str:
-        """The URI of a file of this run."""
-        return f"{self.where}/{name}"
+        """Return the URI of a file of this run."""
+        return f"{self.folder_uri}/{name}"
 
     def create(self, facts: dict[str, Any]) -> None:
-        """Write run.json, unless the run exists."""
+        """Write run.json. Raises RunError if the run exists."""
         body = json.dumps({"version": VERSION, **facts}, indent=1).encode()
         try:
             self.store.put(self.key("run.json"), body, if_absent=True)
         except AlreadyExistsError:
-            raise self.here_already() from None
+            raise self.already_exists_error() from None
 
-    def here_already(self) -> RunError:
-        """What to raise where a run would be written over."""
+    def already_exists_error(self) -> RunError:
+        """Return the error for a new run that would overwrite this one."""
         return RunError(
-            "a run is here already", uri=self.where, fix="Go on with it (--resume), or choose another --run"
+            "a run already exists here", uri=self.folder_uri, fix="Continue it with --resume, or choose another --run"
         )
 
     def update(self, facts: dict[str, Any]) -> None:
-        """Write run.json anew."""
+        """Replace run.json."""
         self.write_json("run.json", {"version": VERSION, **facts})
 
-    def facts(self) -> dict[str, Any]:
-        """What run.json says."""
-        found = self.read_json("run.json")
-        if found is None:
-            raise RunError("no run is here", uri=self.where, fix="Train one: voxlane train DATA --run RUN")
-        if not isinstance(found, dict):
-            raise self.damaged()
-        if found.get("version") != VERSION:
+    def read_facts(self) -> dict[str, Any]:
+        """Return the content of run.json."""
+        facts = self.read_json("run.json")
+        if facts is None:
+            raise self._missing_error()
+        if not isinstance(facts, dict):
+            raise self.damaged_error()
+        if facts.get("version") != VERSION:
             raise RunError(
-                f"a run of another voxlane (format {found.get('version')}, this one reads {VERSION})", uri=self.where
+                f"the run was written by another version of voxlane (format {facts.get('version')}; this version "
+                f"reads format {VERSION})",
+                uri=self.folder_uri,
             )
-        facts: dict[str, Any] = found
         return facts
 
-    def damaged(self) -> RunError:
-        """What to raise for a run.json that does not hold what training writes."""
+    def _missing_error(self) -> RunError:
+        return RunError("no run exists here", uri=self.folder_uri, fix="Train one: voxlane train DATA --run RUN")
+
+    def damaged_error(self) -> RunError:
+        """Return the error for a run.json whose content training did not write."""
         return RunError(
-            "it does not hold what training writes",
+            "the file does not have the content that training writes",
             uri=self.file_uri("run.json"),
             fix="Restore it, or train again into another folder",
         )
 
     @property
-    def begun(self) -> bool:
-        """Whether the run is there."""
+    def exists(self) -> bool:
+        """Whether run.json exists."""
         return self.store.exists(self.key("run.json"))
 
     @property
-    def done(self) -> bool:
-        """Whether it came to its end, after its last epoch or by early_stop, and was saved there."""
-        ended = self.read_json("done.json")
-        return ended is not None and bool(ended["of"] >= self.facts()["config"]["epochs"])
+    def is_done(self) -> bool:
+        """Whether the run finished, after its last epoch or by early_stop, with its last checkpoint published."""
+        done = self.read_json("done.json")
+        return done is not None and bool(done["of"] >= self.read_facts()["config"]["epochs"])
 
-    def end(self, epochs: int, of: int) -> None:
-        """Note that the run ended after so many of its epochs, its checkpoints published."""
-        self.write_json("done.json", {"epochs": epochs, "of": of})
+    def mark_done(self, epochs_done: int, epochs_planned: int) -> None:
+        """Record that the run finished and that its checkpoints are published."""
+        self.write_json("done.json", {"epochs": epochs_done, "of": epochs_planned})
 
     def read_json(self, name: str) -> Any:
-        """A JSON file of this run, or None."""
+        """Return the content of a JSON file of this run, or None if the file does not exist."""
         try:
             return json.loads(bytes(self.store.get(self.key(name))))
         except NotFoundError as error:
@@ -128,94 +129,80 @@ class Run:
             ) from None
 
     def write_json(self, name: str, value: Any) -> None:
-        """Write a JSON file of this run, whole or not at all."""
-        self.store.put(self.key(name), json.dumps(value, indent=1).encode())
+        """Write a JSON file of this run atomically."""
+        self.write_bytes(name, json.dumps(value, indent=1).encode())
 
-    def write(self, name: str, body: bytes) -> None:
-        """Write a file of this run."""
+    def write_bytes(self, name: str, body: bytes) -> None:
+        """Write a file of this run atomically."""
         self.store.put(self.key(name), body)
 
     @property
-    def checkpoints(self) -> str:
-        """The folder of checkpoints: a URI, or a path where it is local, because Lightning takes file:// for a name."""
+    def checkpoints_uri(self) -> str:
+        """URI of the checkpoint folder; a plain path if it is local, because Lightning mistakes file:// for a name."""
         return f"/{self.key('checkpoints')}" if self.store.scheme == "file" else self.file_uri("checkpoints")
 
 
-@dataclass(frozen=True)
-class Trained:
-    """What run.json says, as records."""
+@dataclass(frozen=True, kw_only=True)
+class TrainedRun:
+    """The content of run.json as records."""
 
     config: TrainConfig
     plan: Plan
-    """As it was prepared; the patch is the one that was trained with."""
+    """Plan of the dataset when it was prepared. `patch` is the patch size that the run trains with."""
     description: Description
+    fold: int | None
+    """Index of the held-out fold; None if the run trains on all cases."""
+    training_cases: list[str]
+    """Names of the cases that the run trains on."""
+    held_out_cases: list[str]
+    """Names of the cases that the run never trains on."""
+    data_uri: str
+    """URI of the prepared dataset."""
+    data_digest: str
+    """Digest of the dataset when the run was created."""
     facts: dict[str, Any]
+    """All of run.json."""
 
     @classmethod
-    def of(cls, run: Run) -> Trained:
-        """Read a run's records."""
-        facts = run.facts()
-        where = run.file_uri("run.json")
+    def load(cls, run: Run) -> TrainedRun:
+        """Read and validate run.json."""
+        facts = run.read_facts()
+        origin = run.file_uri("run.json")
         try:
-            made = cls(
-                settings.build(TrainConfig, facts["config"], origin=where),
-                settings.build(Plan, facts["plan"], origin=where),
-                settings.build(Description, facts["description"], origin=where),
-                facts,
+            trained = cls(
+                config=settings.build(TrainConfig, facts["config"], origin=origin),
+                plan=settings.build(Plan, facts["plan"], origin=origin),
+                description=settings.build(Description, facts["description"], origin=origin),
+                fold=facts["fold"],
+                training_cases=list(facts["cases"]["train"]),
+                held_out_cases=list(facts["cases"]["validation"]),
+                data_uri=facts["data"]["uri"],
+                data_digest=facts["data"]["fingerprint"],
+                facts=facts,
             )
-            whole = isinstance(made.data_uri, str) and not set(made.trained_on) & set(made.held_out)
-            _ = made.digest, made.fold
+            is_valid = isinstance(trained.data_uri, str) and set(trained.training_cases).isdisjoint(
+                trained.held_out_cases
+            )
         except (KeyError, TypeError):
-            whole = False
-        if not whole:
-            raise run.damaged()
-        return made
+            is_valid = False
+        if not is_valid:
+            raise run.damaged_error()
+        return trained
 
     @property
     def patch(self) -> Triple:
-        """Voxels of a window (z, y, x)."""
+        """Size of a patch in voxels (z, y, x)."""
         return self.config.patch or self.plan.patch
 
-    @property
-    def fold(self) -> int | None:
-        """The fold that was held out; None: it was trained on all cases."""
-        fold: int | None = self.facts["fold"]
-        return fold
 
-    @property
-    def trained_on(self) -> list[str]:
-        """Its training cases."""
-        return list(self.facts["cases"]["train"])
-
-    @property
-    def held_out(self) -> list[str]:
-        """The cases it never saw."""
-        return list(self.facts["cases"]["validation"])
-
-    @property
-    def data_uri(self) -> str:
-        """The prepared dataset."""
-        uri: str = self.facts["data"]["uri"]
-        return uri
-
-    @property
-    def digest(self) -> str:
-        """The dataset's content when the run was begun."""
-        digest: str = self.facts["data"]["fingerprint"]
-        return digest
-
-
-def runs_at(uri: str, config: StoreConfig | None = None) -> list[Run]:
-    """The run at `uri`, or, where it holds one run a fold (`fold_0`, `fold_1`, ...), all of those."""
+def find_runs(uri: str, config: StoreConfig | None = None) -> list[Run]:
+    """Return the run at `uri`, or all runs one folder below it (`fold_0`, `fold_1`, ...) if `uri` itself is none."""
     run = Run(uri, config)
-    if run.begun:
+    if run.exists:
         return [run]
-    names = set()
-    for page in run.store.list_pages(run.key("")):
-        for key in page.column("path").to_pylist():
-            parts = key[len(run.key("")) :].split("/")
-            if len(parts) == 2 and parts[1] == "run.json":
-                names.add(parts[0])
+    keys = [key for page in run.store.list_pages(run.key("")) for key in page.column("path").to_pylist()]
+    paths = [key.removeprefix(run.key("")).split("/") for key in keys]
+    names = {path[0] for path in paths if len(path) == 2 and path[1] == "run.json"}
     if not names:
-        raise RunError("no run is here", uri=run.where, fix="Train one: voxlane train DATA --run RUN")
+        raise run._missing_error()
     return [Run(run.file_uri(name), config) for name in sorted(names)]

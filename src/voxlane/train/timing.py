@@ -1,10 +1,10 @@
-"""Where a run's time goes, and what to do about it."""
+"""How a run's time is spent, and how to speed it up; patches copied and augmented beside the step before."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,151 +12,197 @@ import torch
 
 from voxlane.store import Traffic
 
-_KEPT_UP = 0.05
-"""A loader that is waited for less than this share of the time keeps up."""
+_MAX_WAIT_SHARE = 0.05
+"""A loader keeps up if training waits for it less than this fraction of the time."""
+STEPS_AHEAD = 2
+"""Largest number of steps launched but not finished. One runs, one follows; more would only hold more patches."""
 
 
 @dataclass
 class Stopwatch:
-    """Seconds spent in one kind of work; on a GPU those that the GPU spent, without waiting for it."""
+    """Measures the seconds spent in one kind of work; on a GPU those of the GPU, without waiting for it."""
 
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     seconds: float = 0.0
     _pairs: list[tuple[Any, Any]] = field(default_factory=list)
 
-    @contextmanager
-    def __call__(self) -> Iterator[None]:
-        """Time what is done inside."""
-        self.start()
-        try:
-            yield
-        finally:
-            self.stop()
-
     def start(self) -> None:
-        """From now on."""
+        """Start measuring."""
         if self.device.type == "cuda":
-            self._pairs.append((event(), None))
+            self._pairs.append((record_event(), None))
         else:
-            self._began = time.perf_counter()
+            self._started_at = time.perf_counter()
 
     def stop(self) -> None:
-        """Until now."""
+        """Stop measuring."""
         if self.device.type == "cuda":
-            self._pairs[-1] = self._pairs[-1][0], event()
+            self._pairs[-1] = self._pairs[-1][0], record_event()
         else:
-            self.seconds += time.perf_counter() - self._began
+            self.seconds += time.perf_counter() - self._started_at
 
     def total(self) -> float:
-        """Seconds so far. Waits for the GPU."""
+        """Return the seconds so far. Waits for the GPU."""
         if self._pairs:
             torch.cuda.synchronize(self.device)
             self.seconds += sum(a.elapsed_time(b) / 1000 for a, b in self._pairs if b is not None)
-            self._pairs = [pair for pair in self._pairs if pair[1] is None]  # one that is not stopped yet
+            self._pairs = [pair for pair in self._pairs if pair[1] is None]  # still running
         return self.seconds
 
 
-def event(*, blocking: bool = False) -> Any:
-    """A point in time of the current stream. `blocking`: who waits for it lets other threads have the core."""
+def record_event(*, blocking: bool = False) -> Any:
+    """Record a point in time on the current stream. `blocking`: waiting for it yields the core to other threads."""
     point: Any = torch.cuda.Event(enable_timing=True, blocking=blocking)  # type: ignore[no-untyped-call]
     point.record()
     return point
 
 
 @dataclass(frozen=True)
-class Waits:
-    """What the steps of a GPU waited for, where patches are made ready beside them."""
+class GpuWaits:
+    """Seconds that the steps of a GPU waited for their patches."""
 
     augment_s: float = 0.0
-    """Copying and augmenting."""
+    """Seconds waited for copying and augmenting."""
     loader_s: float = 0.0
-    """The loader."""
+    """Seconds waited for the loader."""
 
-    def __add__(self, other: Waits) -> Waits:
-        return Waits(self.augment_s + other.augment_s, self.loader_s + other.loader_s)
+    def __add__(self, other: GpuWaits) -> GpuWaits:
+        return GpuWaits(self.augment_s + other.augment_s, self.loader_s + other.loader_s)
 
 
-def waited_for(late_s: float, work_s: float, loader_s: float) -> Waits:
-    """What a step waited for that could have begun `late_s` before its patches were ready.
+def attribute_wait(late_s: float, work_s: float, loader_s: float) -> GpuWaits:
+    """Attribute the wait of a step whose patches were ready `late_s` after the step before had ended.
 
-    work_s: copying and augmenting them took this long. loader_s: this long they were waited for before. The work comes
-    last, so that it is what the step waited for first; what neither explains is Python's.
+    `work_s`: seconds that copying and augmenting the patches took. `loader_s`: seconds spent waiting for the loader
+    before. The work comes last, so the wait is attributed to it first; what neither explains is Python's.
     """
     late = max(0.0, late_s)
     augment = min(late, work_s)
-    return Waits(augment, min(late - augment, loader_s))
+    return GpuWaits(augment, min(late - augment, loader_s))
+
+
+class GpuPrefetch:
+    """Copies and augments patches on a CUDA stream of its own, and measures how long steps waited for that.
+
+    Python is a step ahead of the GPU: when it takes a batch, the GPU still computes the previous one. Work launched for
+    the new batch on another stream therefore runs beside that step, though no batch is taken from the loader early: a
+    checkpoint's position in the epoch is the batch that is being trained.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream: Any = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._stream.wait_stream(torch.cuda.current_stream(device))
+        self._ends: deque[Any] = deque(maxlen=STEPS_AHEAD)
+        """Events at the end of the last steps."""
+        self._pending: deque[tuple[Any, Any, Any, float]] = deque()
+        """Uncounted batches: end of the previous step, start and end of the work, seconds waited for the loader."""
+        self._total = GpuWaits()
+
+    def __call__(self, work: Callable[[], dict[str, Any]], loader_s: float) -> dict[str, Any]:
+        """Launch `work` on the stream and return its result; the current stream waits for it, this thread does not.
+
+        `loader_s`: seconds that this batch waited for the loader.
+        """
+        if len(self._ends) == STEPS_AHEAD:
+            self._ends[0].synchronize()
+        compute = torch.cuda.current_stream(self._device)
+        with torch.cuda.stream(self._stream):
+            started = record_event()
+            batch = work()
+            ended = record_event()
+        compute.wait_event(ended)
+        for value in batch.values():
+            if isinstance(value, torch.Tensor) and value.is_cuda:
+                value.record_stream(compute)  # or its memory could be reused before the step has read it
+        self._pending.append((self._ends[-1] if self._ends else started, started, ended, loader_s))
+        return batch
+
+    def end_step(self) -> None:
+        """Note that the step of the last batch is launched."""
+        self._ends.append(record_event(blocking=True))
+        self.waits()
+
+    def waits(self, *, wait: bool = False) -> GpuWaits:
+        """Return the waits of the steps so far; of finished steps only, unless `wait` waits for all."""
+        if wait:
+            torch.cuda.synchronize(self._device)
+        while self._pending and all(point.query() for point in self._pending[0][:3]):
+            previous_end, started, ended, loader_s = self._pending.popleft()
+            late_s, work_s = previous_end.elapsed_time(ended) / 1000, started.elapsed_time(ended) / 1000
+            self._total += attribute_wait(late_s, work_s, loader_s)
+        return self._total
 
 
 @dataclass(frozen=True)
 class LoaderTime:
-    """What the loader did, by one rank."""
+    """Time of one rank's loader."""
 
     waited_s: float
-    """The training loop waited for a batch; beside a GPU, what its steps waited."""
+    """Seconds that the training loop, or the steps of a GPU, waited for a batch."""
     bucket_s: float
-    """Threads waited for the bucket, together."""
+    """Seconds that threads waited for the bucket, summed over threads."""
     decode_s: float
-    """Threads decoded and assembled, together."""
+    """Seconds that threads decoded and assembled patches, summed over threads."""
 
 
 def split_seconds(wall_s: float, loader: LoaderTime, parts: dict[str, float]) -> dict[str, float]:
-    """The run's seconds: waiting for patches that are on their way (bucket) or being decoded (decode), augmenting, the
-    step (forward, loss, backward, optimizer), validating, and the rest. Augmenting beside a step counts only as long as
-    the next step waited for it.
+    """Split the run's seconds by activity.
 
-    Time waited for the loader is shared out by what its threads did meanwhile; what a GPU did at the same time counts
-    as the GPU's."""
+    Activities: waiting for patches that are being downloaded (bucket) or decoded (decode), augmenting, the step
+    (forward, loss, backward, optimizer), validating, and the rest. Augmenting beside a step counts only as long as the
+    next step waited for it. Time spent waiting for the loader is divided by what its threads did meanwhile; time in
+    which a GPU worked as well counts as the GPU's.
+    """
     measured = {name: parts.get(name, 0.0) for name in ("augment", "step", "validate")}
     waited = min(loader.waited_s, max(0.0, wall_s - sum(measured.values())))
-    worked = loader.bucket_s + loader.decode_s
-    bucket = waited * loader.bucket_s / worked if worked else waited
+    busy = loader.bucket_s + loader.decode_s
+    bucket = waited * loader.bucket_s / busy if busy else waited
     seconds = {"bucket": bucket, "decode": waited - bucket, **measured}
     return {**seconds, "other": max(0.0, wall_s - sum(seconds.values()))}
 
 
-def bottleneck(seconds: dict[str, float], *, on_gpu: bool) -> tuple[str, str]:
-    """The part that training waits for most, and a sentence about it that says what would help."""
+def find_bottleneck(seconds: dict[str, float], *, on_gpu: bool) -> tuple[str, str]:
+    """Return the activity that takes most of the training time, and a sentence about it that says what would help."""
     faster = "A faster GPU, larger patches or a smaller network" if on_gpu else "A GPU or a smaller base_features"
+    titles = {"bucket": "the bucket", "decode": "decoding", "augment": "augmentation", "step": "the training step"}
     training = {name: seconds[name] for name in ("bucket", "decode", "augment", "step")}
     total = sum(training.values()) or 1.0
     waiting = (training["bucket"] + training["decode"]) / total
-    if waiting < _KEPT_UP:
+    if waiting < _MAX_WAIT_SHARE:
         name = "augment" if training["augment"] > training["step"] else "step"
-        what = "the training step" if name == "step" else "augmentation"
-        helps = faster if name == "step" else "augment.strength below 1 or a faster device"
+        remedy = faster if name == "step" else "A faster device or augment.strength below 1"
         return name, (
-            f"The bottleneck is {what} ({training[name] / total:.0%} of training time); the loader kept up: it was "
-            f"waited for {waiting:.1%} of the time. {helps[0].upper()}{helps[1:]} would speed it up."
+            f"The bottleneck is {titles[name]} ({training[name] / total:.0%} of training time); the loader kept up: "
+            f"training waited for it {waiting:.1%} of the time. {remedy} would speed it up."
         )
     name = max(training, key=lambda part: training[part])
     advice = {
-        "bucket": "Raise loader.in_flight, give loader.ram_cache_bytes or loader.disk_cache, or train closer to it",
-        "decode": "Raise loader.workers, where there are cores left",
+        "bucket": "Raise loader.in_flight or loader.ram_cache_bytes, set loader.disk_cache, or train nearer the bucket",
+        "decode": "Raise loader.workers if the machine has idle cores",
         "augment": "Use a faster device or augment.strength below 1",
         "step": f"{faster} would help, and so would loader.workers",
     }[name]
-    words = {"bucket": "the bucket", "decode": "decoding", "augment": "augmentation", "step": "the training step"}
     return name, (
-        f"The bottleneck is {words[name]} ({training[name] / total:.0%} of training time); "
+        f"The bottleneck is {titles[name]} ({training[name] / total:.0%} of training time); "
         f"{waiting:.0%} of it went into waiting for data. {advice}."
     )
 
 
-def added(before: dict[str, Any], now: dict[str, Any], *, on_gpu: bool) -> dict[str, Any]:
-    """The stall report of a run that was resumed: both parts together."""
+def add_stall_reports(before: dict[str, Any], now: dict[str, Any], *, on_gpu: bool) -> dict[str, Any]:
+    """Return the stall report of both parts of a resumed run together."""
     names = ("steps", "seconds", "patches", "bytes_read", "requests", "cost_usd")
     total = {name: before[name] + now[name] for name in names}
     shares = {name: before["shares"].get(name, 0.0) + seconds for name, seconds in now["shares"].items()}
     patches = max(1, total["patches"])
-    each = {
+    per_patch = {
         name: (before[name] * before["patches"] + now[name] * now["patches"]) / patches
         for name in ("bucket_ms_a_patch", "decode_ms_a_patch")
     }
-    name, sentence = bottleneck(shares, on_gpu=on_gpu)
-    return {**total, "shares": shares, "bottleneck": name, "sentence": sentence, **each}
+    name, sentence = find_bottleneck(shares, on_gpu=on_gpu)
+    return {**total, "shares": shares, "bottleneck": name, "sentence": sentence, **per_patch}
 
 
-def stall_report(
+def make_stall_report(
     wall_s: float,
     loader: LoaderTime,
     parts: dict[str, float],
@@ -166,9 +212,9 @@ def stall_report(
     traffic: Traffic,
     on_gpu: bool,
 ) -> dict[str, Any]:
-    """The content of stall.json."""
+    """Return the content of stall.json."""
     seconds = split_seconds(wall_s, loader, parts)
-    name, sentence = bottleneck(seconds, on_gpu=on_gpu)
+    name, sentence = find_bottleneck(seconds, on_gpu=on_gpu)
     return {
         "steps": steps,
         "seconds": wall_s,

@@ -1,9 +1,9 @@
-"""`tune`: a search from its start, or from where it was killed, to its best config.
+"""`tune`: run a search from its start, or from the point where it was killed, to its best config.
 
 OUT/tune.json       every trial: values, curve, state, times
-OUT/space.json      what was asked for, so that --resume asks for the same
+OUT/space.json      the space and settings, which --resume must repeat
 OUT/trials/ID/      the run of each trial, or fold_0, fold_1, ... below it
-OUT/best.yaml       the best trial's whole config, for voxlane train --config
+OUT/best.yaml       the best trial's complete config, for voxlane train --config
 OUT/best.json       its run, checkpoints and values
 OUT/report.html, OUT/tensorboard/
 """
@@ -11,31 +11,30 @@ OUT/report.html, OUT/tensorboard/
 from __future__ import annotations
 
 import datetime
+import importlib.util
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from voxlane import settings
+from voxlane.cluster.ray.cluster import list_nodes, open_cluster
 from voxlane.errors import AlreadyExistsError, ConfigError, MissingExtraError, TuneError
-from voxlane.launch.cluster import cluster
 from voxlane.store import StoreConfig
-from voxlane.train import config as configs
-from voxlane.train import fit
 from voxlane.train.run import Run
-from voxlane.tune import outcome
-from voxlane.tune import space as spaces
+from voxlane.train.run_setup import check_config
+from voxlane.tune.capacity import plan_capacity
 from voxlane.tune.config import rungs
-from voxlane.tune.ledger import Ledger
-from voxlane.tune.progress import Progress
-from voxlane.tune.room import Room, room
-from voxlane.tune.space import Space
-from voxlane.tune.trial import Report, Task
-from voxlane.tune.trials import Search, Trial
-from voxlane.volume.prepared import Prepared
+from voxlane.tune.ledger import SearchLedger
+from voxlane.tune.progress import SearchProgress
+from voxlane.tune.report import publish, write_page
+from voxlane.tune.space import Space, parse_space
+from voxlane.tune.task import Report, TrialTask
+from voxlane.tune.trials import Search
+from voxlane.volume.prepared_dataset import Prepared
 
 VERSION = 1
-_FREE_ON_RESUME = ("trials", "max_concurrent", "cpus_per_trial", "gpus_per_trial", "workers_per_trial", "cache")
+_CHANGEABLE_ON_RESUME = ("trials", "max_concurrent", "cpus_per_trial", "gpus_per_trial", "workers_per_trial", "cache")
 
 
 def tune(
@@ -49,200 +48,145 @@ def tune(
     command: Sequence[str] = (),
     progress: bool | None = None,
     origin: str = "",
-    work: Callable[[Task, Report], None] | None = None,
+    work: Callable[[TrialTask, Report], None] | None = None,
 ) -> Search:
-    """Search the space of `values` on the prepared dataset `data` into the folder `out`; returns all that was tried.
+    """Search the space of `values` on the prepared dataset `data`, write into the folder `out`, and return the record.
 
-    `values`: as in a space file, which `origin` names. With `resume` a search goes on: trials that had ended are not
-    repeated, those that were running go on from their checkpoints. `address`: of a Ray cluster; None: one of our own.
-    `progress`: a bar (True) or nothing (False); by default a bar on a terminal, and otherwise a line a trial. `work`:
-    what a trial does in place of training; importable on every machine.
+    `values`: content of a space file, which `origin` names. `resume`: continue a search; trials that ended are not
+    repeated, and those that were running continue from their checkpoints. `address`: a Ray cluster; None starts one on
+    this machine. `progress`: a bar (True) or nothing (False); by default a bar on a terminal, and otherwise a line per
+    trial. `work`: what a trial does instead of training; every machine must be able to import it.
     """
-    _need_optuna()
-    space = spaces.parse(values, origin=origin)
+    if importlib.util.find_spec("optuna") is None:
+        raise MissingExtraError.of("ray", "searching")
+    space = parse_space(values, origin=origin)
     prepared = Prepared.load(data, store)
-    folds = _folds(space)
-    _check(space, prepared, folds)
-    place = Run(out, store)
-    asked = {"version": VERSION, "data": prepared.uri, "fingerprint": prepared.digest, "values": _plain(space)}
+    _check_trainable(space, prepared)
+    run = Run(out, store)
+    searched = {"fields": space.plain(), "fixed": space.fixed, "tune": settings.to_plain(space.tune)}
+    values = json.loads(json.dumps(searched, default=str))  # as a resumed search reads them
+    request = {"version": VERSION, "data": prepared.uri, "fingerprint": prepared.digest, "values": values}
     if resume:
-        search = _resumed(place, asked, space, command)
-    elif begun(out, store):
-        raise _here_already(place)
+        search = _load_resumed(run, request, space, command)
+    elif search_exists(out, store):
+        raise _already_exists(run)
     else:
-        search = _empty(place, space, prepared.uri, command)
-    told = Progress(space, search, progress)
-    ledger = Ledger(search, space, place.where, lambda now: _write(place, now), told.ended)
+        search = _new_search(run, space, prepared.uri, command)
+    display = SearchProgress(space, search, progress)
+
+    ledger = SearchLedger(
+        search,
+        space,
+        run.folder_uri,
+        write=lambda search: run.write_bytes("tune.json", search.to_json().encode()),
+        on_end=display.add_ended,
+    )
     if not ledger.finished:
         try:
-            _run(ledger, space, prepared, folds, place, address, command, work, told, None if resume else asked)
+            with open_cluster(address) as head_address:
+                from voxlane.tune import ray_tune
+
+                capacity = plan_capacity(list_nodes(), space.tune, space.example_config.accelerator)
+                if not resume:
+                    _create(run, request)  # only once it is certain that the search can run
+                ledger.set_devices(capacity.trials)
+                training = ray_tune.Training(prepared.uri, run.config, capacity, space.tune.cache, tuple(command))
+                with display.show(capacity):
+                    ray_tune.run_search(
+                        ledger, work or training, space, capacity, head_address, on_wait=display.show_waiting
+                    )
         except KeyboardInterrupt:
-            outcome.so_far(ledger.search, place)
+            write_page(ledger.search, run)
             raise
 
-    def config_of(trial: Trial) -> configs.TrainConfig:
-        return fit.checked(prepared, space.said(trial.params), space.tune.workers_per_trial)
-
-    return outcome.publish(ledger.search, place, config_of, folds)
+    publish(ledger.search, run, prepared, space)
+    return ledger.search
 
 
-def _run(
-    ledger: Ledger,
-    space: Space,
-    prepared: Prepared,
-    folds: tuple[int, ...],
-    place: Run,
-    address: str | None,
-    command: Sequence[str],
-    work: Callable[[Task, Report], None] | None,
-    told: Progress,
-    asked: Mapping[str, Any] | None,
-) -> None:
-    """`asked`: what is kept of a search that is new, once it is known that it can run."""
-    with cluster(address) as found:
-        from voxlane.tune import on_ray
-
-        given = room(found.nodes(), space.tune, spaces.config_of(space).accelerator)
-        if asked is not None:
-            _create(place, asked)
-        ledger.on(given.trials)
-        epochs = space.max_epochs
-        training = on_ray.Training(prepared.uri, place.config, given, space.tune.cache, tuple(command))
-        with told.shown(given):
-            on_ray.run(
-                ledger,
-                lambda trial: task(trial, space, folds, given),
-                work or training,
-                space.tune,
-                epochs,
-                given,
-                found,
-                model_based=space.search == "optuna",
-            )
+def search_exists(out: str, store: StoreConfig | None = None) -> bool:
+    """Return whether there is a search at `out`."""
+    run = Run(out, store)
+    return run.store.exists(run.key("space.json"))
 
 
-def task(trial: Trial, space: Space, folds: tuple[int, ...], given: Room) -> Task:
-    """What is sent to where `trial` runs."""
-    said = space.said(trial.params)
-    if not given.gpus:
-        said["accelerator"] = "cpu"
-    epochs = configs.build(said).epochs
-    steps = [rung for rung in rungs(space.tune, space.max_epochs) if rung < epochs]
-    return Task(trial.number, trial.run, said, folds, (*steps, epochs), trial.epochs)
+def load_search(out: str, store: StoreConfig | None = None) -> Search:
+    """Return the record of the search at `out`."""
+    run = Run(out, store)
+    if (record := run.read_json("tune.json")) is None:
+        raise TuneError("no search found", uri=run.folder_uri, fix="Start one: voxlane tune SPACE DATA --run OUT")
+    return Search.from_json(json.dumps(record), origin=run.file_uri("tune.json"))
 
 
-def _folds(space: Space) -> tuple[int, ...]:
-    if space.tune.folds is not None:
-        return space.tune.folds
-    fold = spaces.config_of(space).fold
-    assert fold is not None  # the space was checked
-    return (fold,)
-
-
-def _check(space: Space, prepared: Prepared, folds: tuple[int, ...]) -> None:
-    """Raise for what no trial, or a trial with one of the values named, could be trained with."""
+def _check_trainable(space: Space, prepared: Prepared) -> None:
+    """Raise if no trial, or a trial with one of the listed values or range ends, could be trained on the dataset."""
     rungs(space.tune, space.max_epochs)
-    for fold in folds:
+    for fold in space.folds:
         prepared.split(fold)
     for name, params in space.probes():
         try:
-            fit.checked(prepared, {**space.said(params), "fold": folds[0]}, space.tune.workers_per_trial)
+            values = {**space.config_values(params), "fold": space.folds[0]}
+            check_config(prepared, values, space.tune.workers_per_trial)
         except ConfigError as error:
             raise ConfigError(f"{name}={params[name]}: {error}", uri=space.origin) from None
 
 
-def _plain(space: Space) -> dict[str, Any]:
-    values: dict[str, Any] = json.loads(
-        json.dumps({"fields": space.plain(), "fixed": space.fixed, "tune": settings.plain(space.tune)}, default=str)
-    )
-    return values
-
-
-def _need_optuna() -> None:
+def _create(run: Run, request: Mapping[str, Any]) -> None:
     try:
-        import optuna  # noqa: F401
-    except ImportError:
-        raise MissingExtraError.of("ray", "searching") from None
-
-
-def _create(place: Run, asked: Mapping[str, Any]) -> None:
-    try:
-        place.store.put(place.key("space.json"), json.dumps(asked, indent=1).encode(), if_absent=True)
+        run.store.put(run.key("space.json"), json.dumps(request, indent=1).encode(), if_absent=True)
     except AlreadyExistsError:
-        raise _here_already(place) from None
+        raise _already_exists(run) from None
 
 
-def _here_already(place: Run) -> TuneError:
+def _already_exists(run: Run) -> TuneError:
     return TuneError(
-        "a search is here already", uri=place.where, fix="Go on with it (--resume), or choose another --run"
+        "a search already exists", uri=run.folder_uri, fix="Continue it with --resume, or choose another --run"
     )
 
 
-def _empty(place: Run, space: Space, data: str, command: Sequence[str]) -> Search:
+def _new_search(run: Run, space: Space, data: str, command: Sequence[str]) -> Search:
     return Search(
-        name=place.where.rsplit("/", 1)[-1],
+        name=run.folder_uri.rsplit("/", 1)[-1],
         data=data,
         space=space.plain(),
-        config=settings.plain(space.tune),
+        config=settings.to_plain(space.tune),
         command=list(command),
         created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         devices=1.0,
     )
 
 
-def begun(out: str, store: StoreConfig | None = None) -> bool:
-    """Whether a search is at `out`."""
-    place = Run(out, store)
-    return place.store.exists(place.key("space.json"))
-
-
-def load(out: str, store: StoreConfig | None = None) -> Search:
-    """The search at `out`."""
-    place = Run(out, store)
-    found = place.read_json("tune.json")
-    if found is None:
-        raise TuneError("no search is here", uri=place.where, fix="Begin one: voxlane tune SPACE DATA --run OUT")
-    return Search.from_json(json.dumps(found), origin=place.file_uri("tune.json"))
-
-
-def _resumed(place: Run, asked: Mapping[str, Any], space: Space, command: Sequence[str]) -> Search:
-    before = place.read_json("space.json")
+def _load_resumed(run: Run, request: Mapping[str, Any], space: Space, command: Sequence[str]) -> Search:
+    before = run.read_json("space.json")
     if before is None:
-        raise TuneError("no search is here", uri=place.where, fix="Leave --resume out to begin one")
+        raise TuneError("no search found", uri=run.folder_uri, fix="Remove --resume to start one")
     try:
-        if before["fingerprint"] != asked["fingerprint"]:
+        if before["fingerprint"] != request["fingerprint"]:
             raise TuneError(
-                f"it searched on {before['data']}, which was not this dataset or has been prepared anew since",
-                uri=place.where,
-                fix="Give the dataset of the search, or begin a new one",
+                f"the search ran on {before['data']}, which is another dataset or was prepared again since",
+                uri=run.folder_uri,
+                fix="Use the dataset of the search, or start a new search",
             )
-        changed = _changed(before["values"], asked["values"])
+        changed = _find_changed_field(before["values"], request["values"])
     except (KeyError, TypeError, AttributeError):
-        raise TuneError("it does not hold what a search writes", uri=place.file_uri("space.json")) from None
+        raise TuneError("not the space of a search", uri=run.file_uri("space.json")) from None
     if changed:
         raise ConfigError(
-            f"{changed}: a search that is resumed keeps it", uri=place.where, fix="Leave it as it was, or begin anew"
+            f"{changed} cannot change when a search is resumed",
+            uri=run.folder_uri,
+            fix="Restore it, or start a new search",
         )
-    kept = place.read_json("tune.json")  # None: killed between its two first files
-    if kept is None:
-        return _empty(place, space, asked["data"], command)
-    search = Search.from_json(json.dumps(kept), origin=place.file_uri("tune.json"))
-    return replace(search, config=settings.plain(space.tune))
+    if run.read_json("tune.json") is None:  # the search was killed between its first two files
+        return _new_search(run, space, request["data"], command)
+    return replace(load_search(run.folder_uri, run.config), config=settings.to_plain(space.tune))
 
 
-def _changed(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
-    """The first field that is another than before and may not be; empty: none."""
-    was = {name: value for name, value in before["tune"].items() if name not in _FREE_ON_RESUME}
-    is_now = {name: value for name, value in now["tune"].items() if name not in _FREE_ON_RESUME}
-    for name in is_now:
-        if is_now[name] != was.get(name):
+def _find_changed_field(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+    """Return the first field that differs and may not change; an empty string if there is none."""
+    for name, value in now["tune"].items():
+        if name not in _CHANGEABLE_ON_RESUME and value != before["tune"].get(name):
             return f"tune.{name}"
     for part in ("fields", "fixed"):
         for name in sorted({*before[part], *now[part]}):
             if before[part].get(name) != now[part].get(name):
                 return str(name)
     return ""
-
-
-def _write(place: Run, search: Search) -> None:
-    place.write("tune.json", search.to_json().encode())

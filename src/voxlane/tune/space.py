@@ -1,4 +1,4 @@
-"""A space of training configs: a config file some of whose values are distributions.
+"""The space of a search: a config file in which some values are distributions.
 
     optimizer:
       lr: {loguniform: [0.0001, 0.1]}
@@ -6,22 +6,22 @@
     base_features: {logint: [8, 64]}
     tune: {trials: 20}
 
-Everything wrong with it is said before anything starts. Pure: nothing here draws at random or trains.
+Every mistake in it is reported before anything starts. Pure: this module neither draws at random nor trains.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from voxlane import settings
 from voxlane.errors import ConfigError
 from voxlane.train import config as configs
 from voxlane.train.config import TrainConfig
-from voxlane.tune.config import TRIALS, TuneConfig
+from voxlane.tune.config import DEFAULT_TRIALS, TuneConfig
 
 KINDS: Mapping[str, str] = {
     "choice": "[a, b, ...]",
@@ -32,11 +32,11 @@ KINDS: Mapping[str, str] = {
     "logint": "[low, high]",
     "quniform": "[low, high, step]",
 }
-"""Each kind of distribution, and what it takes. Both ends are inclusive."""
+"""Arguments of each kind of distribution. Both ends are inclusive."""
 _NOT_SEARCHED = {
-    "fold": "Name the folds that every trial trains in tune.folds",
-    "devices": "Give tune.workers_per_trial for trials of several processes",
-    "loader.disk_cache": "Give tune.cache",
+    "fold": "List the folds that every trial trains in tune.folds",
+    "devices": "Use tune.workers_per_trial for trials of several processes",
+    "loader.disk_cache": "Use tune.cache",
 }
 
 
@@ -45,43 +45,41 @@ class Distribution:
     """The values that a field may take."""
 
     kind: str
+    """One of `KINDS`."""
     values: tuple[Any, ...]
+    """Listed values, or the ends and perhaps the step of a range."""
 
     @property
     def listed(self) -> bool:
-        """Whether it is a list of values, not a range."""
+        """Return whether it is a list of values, not a range."""
         return self.kind in ("choice", "grid")
 
     @property
-    def whole(self) -> bool:
-        """Whether its values are whole numbers."""
+    def integer(self) -> bool:
+        """Return whether it is a range of integers."""
         return self.kind in ("int", "logint")
 
     @property
     def log(self) -> bool:
-        """Whether it is even over the logarithm."""
+        """Return whether it is even over the logarithm."""
         return self.kind in ("loguniform", "logint")
 
-    def plain(self) -> dict[str, list[Any]]:
-        """As in the file."""
-        return {self.kind: list(self.values)}
-
     def probes(self) -> list[Any]:
-        """Values to check: all that are listed, or the ends of a range and one between, which is no whole number
-        unless all are."""
+        """Return values to check: all listed ones, or the ends of a range and a value between them, which is a fraction
+        unless the range holds integers only."""
         if self.listed:
             return list(self.values)
         low, high = self.values[:2]
         between = low + (high - low) * 0.6180339887
         if self.kind == "quniform":
             between = low + self.values[2]
-        return [low, high, round(between) if self.whole else between]
+        return [low, high, round(between) if self.integer else between]
 
     def nearest(self, value: float) -> float | int:
-        """A drawn number as it is used: inside the range, on its grid, with five digits and no more, which is what
-        people can read and copy."""
+        """Return a drawn number as trials use it: inside the range, on its grid, and with at most five digits, so that
+        people can read and copy it."""
         low, high = self.values[:2]
-        if self.whole:
+        if self.integer:
             return int(min(max(round(value), low), high))
         if self.kind == "quniform":
             step = self.values[2]
@@ -92,36 +90,34 @@ class Distribution:
 
 @dataclass(frozen=True)
 class Space:
-    """What is searched, and what every trial shares."""
+    """The searched fields, and the fields that all trials share."""
 
     fields: dict[str, Distribution]
-    """By dotted name, in the order of the file."""
+    """Searched fields by dotted name, in the order of the file."""
     fixed: dict[str, Any]
     """The other fields, nested."""
     tune: TuneConfig = field(default_factory=TuneConfig)
+    """Settings of the search."""
     origin: str = ""
-    """The file, for errors."""
+    """Name of the file, for errors."""
 
     @property
     def search(self) -> str:
-        """optuna, random or grid."""
+        """Return optuna, random or grid."""
         if self.tune.search is not None:
             return self.tune.search
         return "grid" if any(d.kind == "grid" for d in self.fields.values()) else "optuna"
 
-    def said(self, params: Mapping[str, Any]) -> dict[str, Any]:
-        """The config of a trial, as plain nested values over its preset."""
-        values = _copied(self.fixed)
-        for name, value in params.items():
-            _put(values, name, value)
-        return values
+    def config_values(self, params: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the config of a trial as plain nested values over its preset."""
+        return set_dotted(self.fixed, params)
 
     def plain(self) -> dict[str, Any]:
-        """By dotted name: {kind: values}."""
-        return {name: distribution.plain() for name, distribution in self.fields.items()}
+        """Return {kind: values} by dotted name."""
+        return {name: {distribution.kind: list(distribution.values)} for name, distribution in self.fields.items()}
 
     def combinations(self) -> list[dict[str, Any]]:
-        """Every combination of listed values, the last field changing fastest; [{}] where none is listed."""
+        """Return every combination of listed values, the last field changing fastest; [{}] if no field is listed."""
         names = [name for name, distribution in self.fields.items() if distribution.listed]
         return [
             dict(zip(names, values, strict=True))
@@ -130,121 +126,144 @@ class Space:
 
     @property
     def trials(self) -> int:
-        """How many configurations are tried."""
-        if self.search != "grid":
-            finite = len(self.combinations()) if all(d.listed for d in self.fields.values()) else None
-            wanted = self.tune.trials or TRIALS
-            return wanted if finite is None or self.tune.trials is not None else min(wanted, finite)
-        return self.tune.trials or len(self.combinations())
+        """Return how many configs are tried."""
+        if self.tune.trials is not None:
+            return self.tune.trials
+        if self.search == "grid":
+            return len(self.combinations())
+        finite = all(d.listed for d in self.fields.values())
+        return min(DEFAULT_TRIALS, len(self.combinations())) if finite else DEFAULT_TRIALS
 
     def probes(self) -> Iterator[tuple[str, dict[str, Any]]]:
-        """Trials to check before any starts: each value of `Distribution.probes` of one field, named, with the first
-        one of every other."""
-        first = {name: distribution.probes()[0] for name, distribution in self.fields.items()}
+        """Yield the trials to check before any starts, each with the name of the field that it probes.
+
+        That field takes each of its `Distribution.probes`, and every other field the first one of its own.
+        """
         for name, distribution in self.fields.items():
             for value in distribution.probes():
-                yield name, {**first, name: value}
+                yield name, {**self.first_probe, name: value}
+
+    @property
+    def first_probe(self) -> dict[str, Any]:
+        """Return the values of one trial, for what all trials share."""
+        return {name: distribution.probes()[0] for name, distribution in self.fields.items()}
+
+    @property
+    def folds(self) -> tuple[int, ...]:
+        """Return the folds that every trial trains; none if the config holds out no fold."""
+        if self.tune.folds is not None:
+            return self.tune.folds
+        fold = self.example_config.fold
+        return () if fold is None else (fold,)
 
     @property
     def max_epochs(self) -> int:
-        """The most epochs that a trial may do."""
-        return max(configs.build(self.said(params)).epochs for _, params in self.probes())
+        """Return the most epochs that a trial may train."""
+        return max(configs.build_config(self.config_values(params)).epochs for _, params in self.probes())
+
+    @property
+    def example_config(self) -> TrainConfig:
+        """Return the config of one trial, for the fields that all trials share."""
+        return configs.build_config(self.config_values(self.first_probe))
 
 
-def parse(values: Mapping[str, Any], *, origin: str = "") -> Space:
-    """The space of a file's values, checked as far as it can be without the dataset; `origin` names it in errors."""
-    said = dict(values)
-    part = said.pop("tune", None) or {}
-    if not isinstance(part, Mapping):
-        raise ConfigError(f"tune: it holds fields, not {part!r}", uri=origin, fix="Write lines such as trials: 20")
-    tune = settings.build(TunePart, {"tune": part}, origin=origin).tune
+def parse_space(values: Mapping[str, Any], *, origin: str = "") -> Space:
+    """Return the space of a file's values, checked as far as possible without the dataset; `origin` names the file in
+    errors."""
+    try:
+        return _parse_space(dict(values), origin)
+    except ConfigError as error:
+        if error.uri:
+            raise
+        raise ConfigError(str(error), uri=origin) from None
+
+
+def _parse_space(values: dict[str, Any], origin: str) -> Space:
+    section = values.pop("tune", None) or {}
+    if not isinstance(section, Mapping):
+        raise ConfigError(f"tune: expected fields, got {section!r}", fix="Write lines such as trials: 20")
+    tune = settings.build(TuneSection, {"tune": section}, origin=origin).tune
     fields: dict[str, Distribution] = {}
-    fixed = _split(said, "", fields, origin)
+    fixed = _split(values, "", fields)
     if not fields:
         raise ConfigError(
             "no field has a distribution, so there is nothing to search",
-            uri=origin,
-            fix="Write one such as `optimizer: {lr: {loguniform: [0.0001, 0.1]}}`",
+            fix="Add one such as `optimizer: {lr: {loguniform: [0.0001, 0.1]}}`",
         )
     space = Space(fields, fixed, tune, origin)
     _check_fields(space)
-    space = Space({name: _as_configured(space, name) for name in fields}, fixed, tune, origin)
+    space = replace(space, fields={name: _as_configured(space, name) for name in fields})
     _check_counts(space)
     return space
 
 
 @settings.record
-class TunePart:
-    """So that errors name tune.FIELD."""
+class TuneSection:
+    """Wraps `TuneConfig` so that errors name tune.FIELD."""
 
     tune: TuneConfig = TuneConfig()
 
 
-def _split(values: Mapping[str, Any], prefix: str, fields: dict[str, Distribution], origin: str) -> dict[str, Any]:
-    """The fixed part of `values`; distributions go to `fields`."""
+def _split(values: Mapping[str, Any], prefix: str, fields: dict[str, Distribution]) -> dict[str, Any]:
+    """Return the fixed part of `values`; distributions go into `fields`."""
     fixed: dict[str, Any] = {}
     for key, value in values.items():
         name = f"{prefix}{key}"
         if not isinstance(value, Mapping):
             fixed[str(key)] = value
-        elif found := [kind for kind in value if kind in KINDS]:
+        elif kinds := [kind for kind in value if kind in KINDS]:
             if len(value) > 1:
-                raise ConfigError(
-                    f"{name}: {' and '.join(map(str, value))}", uri=origin, fix="A distribution has one of them alone"
-                )
-            fields[name] = distribution(name, found[0], value[found[0]], origin=origin)
+                raise ConfigError(f"{name}: {' and '.join(map(str, value))}", fix="A distribution has exactly one kind")
+            try:
+                fields[name] = _parse_distribution(kinds[0], value[kinds[0]])
+            except ConfigError as error:
+                raise ConfigError(f"{name}: {error}") from None
         else:
-            inner = _split(value, f"{name}.", fields, origin)
+            inner = _split(value, f"{name}.", fields)
             if inner or not value:
                 fixed[str(key)] = inner
     return fixed
 
 
-def distribution(name: str, kind: str, values: Any, *, origin: str = "") -> Distribution:
-    """The distribution `{kind: values}` of the field `name`, or ConfigError for one that makes no sense."""
-
-    def refuse(what: str, fix: str = "") -> ConfigError:
-        return ConfigError(f"{name}: {what}", uri=origin, fix=fix or f"Write {kind}: {KINDS[kind]}")
-
+def _parse_distribution(kind: str, values: Any) -> Distribution:
+    """Return the distribution `{kind: values}`; raise ConfigError if it makes no sense."""
+    distribution, usage = Distribution(kind, ()), f"Write {kind}: {KINDS[kind]}"
     if not isinstance(values, (list, tuple)):
-        raise refuse(f"{kind} takes a list, not {values!r}")
-    if kind in ("choice", "grid"):
+        raise ConfigError(f"{kind} takes a list, got {values!r}", fix=usage)
+    if distribution.listed:
         if not values:
-            raise refuse(f"{kind} of no value")
-        if any(values[i] in values[:i] and _same_type(values, i) for i in range(len(values))):
-            raise refuse(f"{kind} names a value twice", "Name each once")
-        return Distribution(kind, tuple(values))
-    wanted = 3 if kind == "quniform" else 2
-    if len(values) != wanted:
-        raise refuse(f"{kind} of {len(values)} values")
-    numbers = [_number(value) for value in values]
-    if any(number is None for number in numbers):
-        raise refuse(f"{kind} of {list(values)!r}, which are not all numbers")
-    low, high = float(numbers[0] or 0.0), float(numbers[1] or 0.0)
+            raise ConfigError(f"{kind} of no values", fix=usage)
+        # 1 and true are equal, but not the same value.
+        if any(a == b and type(a) is type(b) for a, b in itertools.combinations(values, 2)):
+            raise ConfigError(f"{kind} lists a value twice", fix="List each value once")
+        return replace(distribution, values=tuple(values))
+    if len(values) != (3 if kind == "quniform" else 2):
+        raise ConfigError(f"{kind} of {len(values)} values", fix=usage)
+    bounds = [number for number in map(_parse_number, values) if number is not None]
+    if len(bounds) < len(values):
+        raise ConfigError(f"{kind} of {list(values)!r}, which are not all numbers", fix=usage)
+    _check_range(distribution, values, bounds)
+    return replace(distribution, values=tuple(map(int, bounds) if distribution.integer else bounds))
+
+
+def _check_range(distribution: Distribution, values: Sequence[Any], bounds: Sequence[float]) -> None:
+    """Raise ConfigError if a range makes no sense; `values` are its `bounds` as they were written."""
+    low, high = bounds[:2]
+    described = f"{distribution.kind} from {values[0]} to {values[1]}"
     if not low < high:
-        raise refuse(f"{kind} from {values[0]} to {values[1]}", "Give the lower end first")
-    if kind in ("loguniform", "logint") and low <= 0:
-        raise refuse(f"{kind} from {values[0]}, which has no logarithm", "Let it start above zero")
-    if kind in ("int", "logint"):
-        if low != int(low) or high != int(high):
-            raise refuse(f"{kind} from {values[0]} to {values[1]}", "Give whole numbers, or uniform")
-        return Distribution(kind, (int(low), int(high)))
-    if kind == "quniform":
-        step = float(numbers[2] or 0.0)
-        count = (high - low) / step if step > 0 else 0.0
+        raise ConfigError(described, fix="Give the lower end first")
+    if distribution.log and low <= 0:
+        raise ConfigError(f"{distribution.kind} from {values[0]}, which has no logarithm", fix="Start above zero")
+    if distribution.integer and (low != int(low) or high != int(high)):
+        raise ConfigError(described, fix="Use integers, or uniform")
+    if distribution.kind == "quniform":
+        count = (high - low) / bounds[2] if bounds[2] > 0 else 0.0
         if count < 1 or abs(count - round(count)) > 1e-9 * max(1.0, count):
-            raise refuse(f"quniform from {values[0]} to {values[1]} in steps of {values[2]}", "Let the steps fit")
-        return Distribution(kind, (low, high, step))
-    return Distribution(kind, (low, high))
+            raise ConfigError(f"{described} in steps of {values[2]}", fix="Choose a step that divides the range")
 
 
-def _same_type(values: Any, index: int) -> bool:
-    """Whether an equal value before `index` is one of the same type: 1 and true are equal, and not the same."""
-    return any(values[index] == v and type(values[index]) is type(v) for v in values[:index])
-
-
-def _number(value: Any) -> float | None:
-    """A finite number, also as the text that YAML makes of 1e-4."""
+def _parse_number(value: Any) -> float | None:
+    """Return a finite number, also from the text that YAML makes of 1e-4; None for anything else."""
     if isinstance(value, bool):
         return None
     try:
@@ -255,92 +274,75 @@ def _number(value: Any) -> float | None:
 
 
 def _check_fields(space: Space) -> None:
-    for name in space.fields:
-        for refused, fix in _NOT_SEARCHED.items():
-            if name == refused:
-                raise ConfigError(f"{name}: it is not searched", uri=space.origin, fix=fix)
+    for name, fix in _NOT_SEARCHED.items():
+        if name in space.fields:
+            raise ConfigError(f"{name}: this field cannot be searched", fix=fix)
     for name, params in space.probes():
-        said = space.said(params)
         try:
-            config = configs.build(said, origin=space.origin)
+            config = configs.build_config(space.config_values(params), origin=space.origin)
         except ConfigError as error:
-            found = space.fields[name]
-            if found.kind in ("uniform", "loguniform", "quniform") and "whole number" in str(error):
-                fix = f"Write {'logint' if found.log else 'int'}"
-                raise ConfigError(f"{name}: whole numbers are wanted", uri=space.origin, fix=fix) from None
+            distribution = space.fields[name]
+            if distribution.kind in ("uniform", "loguniform", "quniform") and error.code.startswith("int_"):
+                fix = f"Use {'logint' if distribution.log else 'int'}"
+                raise ConfigError(f"{name}: expected integers, got {distribution.kind}", fix=fix) from None
             raise
         if config.devices != 1:
             raise ConfigError(
-                f"devices: {config.devices}, and a trial is one process on each of its workers",
-                uri=space.origin,
-                fix=f"Give tune.workers_per_trial: {config.devices}",
+                f"devices: {config.devices}, but each worker of a trial is one process",
+                fix=f"Use tune.workers_per_trial: {config.devices}",
             )
     folds = space.tune.folds
     if folds is not None and (not folds or len(set(folds)) < len(folds)):
-        raise ConfigError(f"tune.folds: {list(folds)}", uri=space.origin, fix="Name each fold once, such as [0, 1, 2]")
-    if folds is None and config_of(space).fold is None:
+        raise ConfigError(f"tune.folds: {list(folds)}", fix="List each fold once, such as [0, 1, 2]")
+    if not space.folds:
         raise ConfigError(
-            "fold: null holds out no case, so that no Dice tells trials apart", uri=space.origin, fix="Give a fold"
+            "fold: null holds out no cases, so there is no Dice to compare trials by", fix="Choose a fold"
         )
 
 
-def config_of(space: Space) -> TrainConfig:
-    """The config of one trial of the space: what is fixed is that of all."""
-    return configs.build(space.said(next(space.probes())[1]))
-
-
 def _as_configured(space: Space, name: str) -> Distribution:
-    """Listed values as the config takes them, so that 1e-3, which YAML reads as text, is recorded as a number."""
-    found = space.fields[name]
-    if not found.listed:
-        return found
-    first = {n: d.probes()[0] for n, d in space.fields.items()}
+    """Return listed values as the config stores them: YAML reads 1e-3 as text, and the record has a number."""
+    distribution = space.fields[name]
+    if not distribution.listed:
+        return distribution
     values = []
-    for value in found.values:
-        taken = _get(settings.plain(configs.build(space.said({**first, name: value}))), name)
-        values.append(value if isinstance(value, Mapping) or isinstance(taken, Mapping) else taken)
-    return Distribution(found.kind, tuple(values))
+    for value in distribution.values:
+        built = settings.to_plain(configs.build_config(space.config_values({**space.first_probe, name: value})))
+        for part in name.split("."):
+            built = built[part]
+        values.append(value if isinstance(value, Mapping) or isinstance(built, Mapping) else built)
+    return Distribution(distribution.kind, tuple(values))
 
 
 def _check_counts(space: Space) -> None:
     grids = [name for name, d in space.fields.items() if d.kind == "grid"]
     if space.search != "grid":
         if grids:
-            raise ConfigError(
-                f"{grids[0]}: grid values are for tune.search: grid, not {space.search}",
-                uri=space.origin,
-                fix="Write choice, or leave tune.search out",
-            )
+            problem = f"{grids[0]}: grid values need tune.search: grid, got {space.search}"
+            raise ConfigError(problem, fix="Use choice, or remove tune.search")
         return
     combinations = len(space.combinations())
-    ranged = [name for name, d in space.fields.items() if not d.listed]
     if space.trials < combinations:
         raise ConfigError(
-            f"tune.trials: {space.trials}, and the grid has {combinations} combinations",
-            uri=space.origin,
-            fix="Leave trials out to try all, or give tune.search: random",
+            f"tune.trials: {space.trials}, but the grid has {combinations} combinations",
+            fix="Remove trials to try all of them, or use tune.search: random",
         )
-    if space.trials > combinations and not ranged:
+    if space.trials > combinations and all(d.listed for d in space.fields.values()):
         raise ConfigError(
-            f"tune.trials: {space.trials}, and the grid has only {combinations} combinations",
-            uri=space.origin,
-            fix="Leave trials out, or search seed too to repeat each",
+            f"tune.trials: {space.trials}, but the grid has only {combinations} combinations",
+            fix="Remove trials, or also search seed to repeat each combination",
         )
 
 
-def _copied(values: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: _copied(value) if isinstance(value, Mapping) else value for name, value in values.items()}
-
-
-def _put(values: dict[str, Any], name: str, value: Any) -> None:
-    *parents, last = name.split(".")
-    for parent in parents:
-        inner = values.get(parent)
-        values[parent] = values = dict(inner) if isinstance(inner, Mapping) else {}
-    values[last] = value
-
-
-def _get(values: Any, name: str) -> Any:
-    for part in name.split("."):
-        values = values[part]
-    return values
+def set_dotted(values: Mapping[str, Any], dotted: Mapping[str, Any]) -> dict[str, Any]:
+    """Return nested `values` with those of `dotted` set by their dotted names. The arguments stay as they are."""
+    result = dict(values)
+    for name, value in dotted.items():
+        *parents, last = name.split(".")
+        fields = result
+        for parent in parents:
+            inner = fields.get(parent)
+            fields[parent] = dict(inner) if isinstance(inner, Mapping) else {}
+            fields = fields[parent]
+        fields[last] = value
+    return result

@@ -1,4 +1,4 @@
-"""One case into a bucket, as a Zarr v3 group that any Zarr library reads."""
+"""Writing of one case to a bucket, as a Zarr v3 group that any Zarr library can read."""
 
 from __future__ import annotations
 
@@ -11,24 +11,15 @@ import numpy as np
 import numpy.typing as npt
 
 from voxlane.errors import ConfigError
-from voxlane.store import Store
-from voxlane.store.bucket import ObjectInfo
-from voxlane.volume.array import (
-    ArrayMeta,
-    Shape,
-    build_index,
-    chunk_for,
-    object_name,
-    plan_region,
-    shard_for,
-    storage_order,
-)
+from voxlane.store import ObjectInfo, Store
+from voxlane.volume import zarr_array
 from voxlane.volume.codec import ChunkCodec, checksum, image_codecs, label_codecs
+from voxlane.volume.zarr_array import ArrayMeta, Shape
 
 PATCH = (128, 128, 128)
-"""The patch that chunks are made for when none is given."""
+"""Default patch size that chunks are chosen for."""
 LABEL_CHUNKS = 2
-"""A label's chunk is this many image chunks along each axis: labels are nearly constant, bytes hardly count."""
+"""Image chunks along each axis of a label chunk; labels are nearly constant, so larger chunks cost few bytes."""
 
 
 def write_case(
@@ -41,25 +32,31 @@ def write_case(
     attributes: Mapping[str, Any],
     patch: Sequence[int] = PATCH,
 ) -> dict[str, Any]:
-    """Write one case below `key_prefix` (such as `cases/a.zarr`) and return its metadata: plain data from which a
-    `VolumeReader` reads without asking the bucket what is there.
+    """Write a case below `key_prefix` (such as `cases/a.zarr`) and return its metadata.
 
-    `image` is (C, Z, Y, X), `label` (Z, Y, X) or None, `foreground` N x 4 (label value, z, y, x), `attributes` plain
-    data for the group. `patch` (z, y, x) is the size that training will read; chunks are about a quarter of it. The
-    group's zarr.json goes last: before it is there, no case is there. Memory: the arrays given, and their compressed
-    shards (at most two in flight).
+    With this metadata a `VolumeReader` needs no further request to locate the arrays. It is JSON-compatible:
+    `{"image": {...}, "label": {...}, "foreground": {...}, "objects": [[name, bytes, etag], ...]}`, with names below
+    `key_prefix` and without "label" if there is none.
 
-    Metadata: `{"image": {...}, "label": {...}, "foreground": {...}, "objects": [[name, bytes, etag], ...]}`, names
-    below `key_prefix`; without a label there is no "label".
+    image: (C, Z, Y, X).
+    label: (Z, Y, X).
+    foreground: N x 4 (label value, z, y, x).
+    attributes: JSON-compatible attributes of the group.
+    patch: voxels (z, y, x) that training will read at once; chunks are about a quarter of it along each axis.
+
+    The group's zarr.json is written last; a case without it is incomplete. Memory: the arrays, and at most two
+    compressed shards.
     """
     _check(image, label, foreground)
     volume, channels = image.shape[1:], image.shape[0]
-    chunk = chunk_for(patch, volume, channels)
-    metas = {"image": _sharded(image, (channels, *chunk), image_codecs(str(image.dtype), (channels, *chunk)), "czyx")}
+    chunk = zarr_array.choose_chunk_shape(patch, volume, channels)
+    metas = {
+        "image": _sharded_meta(image, (channels, *chunk), image_codecs(str(image.dtype), (channels, *chunk)), "czyx")
+    }
     arrays: dict[str, npt.NDArray[Any]] = {"image": image, "foreground": np.asarray(foreground, np.int32)}
     if label is not None:
-        wide = tuple(min(n, LABEL_CHUNKS * c) for n, c in zip(volume, chunk, strict=True))
-        metas["label"] = _sharded(label, wide, label_codecs("uint8"), "zyx")
+        label_chunk = tuple(min(n, LABEL_CHUNKS * c) for n, c in zip(volume, chunk, strict=True))
+        metas["label"] = _sharded_meta(label, label_chunk, label_codecs("uint8"), "zyx")
         arrays["label"] = label
     rows = max(1, len(foreground))
     metas["foreground"] = ArrayMeta((len(foreground), 4), "int32", (rows, 4), label_codecs("int32"))
@@ -73,61 +70,61 @@ def write_arrays(
     metas: Mapping[str, ArrayMeta],
     attributes: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """Write arrays in the forms that `metas` give them, as one group; returns what `write_case` does."""
-    written: list[ObjectInfo] = []
-    pending = []
+    """Write arrays as one group, each encoded as its entry in `metas` says; return what `write_case` returns."""
+    stored_objects: list[ObjectInfo] = []
+    uploads = []
     for name, meta in metas.items():
         codec = ChunkCodec(meta.codecs, meta.dtype)
-        for place in meta.objects():
-            body = _encode_object(arrays[name], meta, codec, place)
-            pending.append(store.submit(store.put, f"{key_prefix}/{name}/{object_name(place)}", body))
-            if len(pending) > 1:
-                written.append(pending.pop(0).result())
+        for position in meta.objects():
+            body = _encode_object(arrays[name], meta, codec, position)
+            uploads.append(store.submit(store.put, f"{key_prefix}/{name}/{zarr_array.object_name(position)}", body))
+            if len(uploads) > 1:
+                stored_objects.append(uploads.pop(0).result())
     documents = {name: meta.to_zarr() for name, meta in metas.items()}
-    pending += [
-        store.submit(store.put, f"{key_prefix}/{name}/zarr.json", _json(document))
-        for name, document in documents.items()
-    ]
-    written += [future.result() for future in pending]
-    # The arrays' metadata inside the group's saves others a request for each, as zarr-python's consolidation does.
+    for name, document in documents.items():
+        uploads.append(store.submit(store.put, f"{key_prefix}/{name}/zarr.json", _json(document)))
+    stored_objects += [future.result() for future in uploads]
+    # The group repeats its arrays' metadata, which saves readers a request per array (zarr-python's consolidation).
     inline = {"kind": "inline", "must_understand": False, "metadata": documents}
     group = {"zarr_format": 3, "node_type": "group", "attributes": attributes, "consolidated_metadata": inline}
     store.put(f"{key_prefix}/zarr.json", _json(group))
     below = len(key_prefix) + 1
-    objects = [[o.key[below:], o.size, o.etag] for o in written if not o.key.endswith("zarr.json")]
+    objects = [[o.key[below:], o.size, o.etag] for o in stored_objects if not o.key.endswith("zarr.json")]
     return {**{name: meta.to_metadata() for name, meta in metas.items()}, "objects": sorted(objects)}
 
 
-def _sharded(array: npt.NDArray[Any], chunk: Shape, codecs: tuple[Mapping[str, Any], ...], names: str) -> ArrayMeta:
-    shard = shard_for(array.shape, chunk, array.itemsize)
-    # The first voxel is air in nearly every scan; chunks of nothing but the fill value are neither stored nor read.
+def _sharded_meta(
+    array: npt.NDArray[Any], chunk: Shape, codecs: tuple[Mapping[str, Any], ...], names: str
+) -> ArrayMeta:
+    shard = zarr_array.choose_shard_shape(array.shape, chunk, array.itemsize)
+    # The first voxel is air in nearly every scan; chunks that hold only the fill value are not stored.
     corner = array.flat[0].item()
     fill = corner if math.isfinite(corner) else 0
     return ArrayMeta(array.shape, str(array.dtype), chunk, codecs, shard, fill=fill, names=tuple(names))
 
 
-def _encode_object(array: npt.NDArray[Any], meta: ArrayMeta, codec: ChunkCodec, place: Shape) -> bytes:
-    """The bytes of one object: a shard with its index, or one chunk."""
-    start = [p * s for p, s in zip(place, meta.object_shape, strict=True)]
+def _encode_object(array: npt.NDArray[Any], meta: ArrayMeta, codec: ChunkCodec, position: Shape) -> bytes:
+    """Return the bytes of one object: a shard with its index, or a single chunk."""
+    start = [p * s for p, s in zip(position, meta.object_shape, strict=True)]
     stop = [min(a + s, n) for a, s, n in zip(start, meta.object_shape, meta.shape, strict=True)]
     region = array[tuple(map(slice, start, stop))]
-    pieces = {piece.number: piece for piece in plan_region(meta, start, stop)[place]}
+    parts = {part.number: part for part in zarr_array.plan_region(meta, start, stop)[position]}
     chunks: dict[int, bytes] = {}
-    for number, piece in pieces.items():
-        values = region[piece.target]
+    for number, part in parts.items():
+        values = region[part.target]
         if meta.shard and not np.any(values != meta.fill):
             continue
         if values.shape != meta.chunk:  # at the far edge
             padded = np.full(meta.chunk, meta.fill, array.dtype)
-            padded[piece.source] = values
+            padded[part.source] = values
             values = padded
         chunks[number] = codec.encode(values)
     if not meta.shard:
         return chunks[0]
-    order = storage_order(meta.chunks_per_shard)
+    order = zarr_array.storage_order(meta.chunks_per_shard)
     sizes = np.array([len(chunks[n]) if n in chunks else -1 for n in range(len(order))], np.int64)
     at_start = meta.index_at == "start"
-    index = build_index(sizes, order, meta.index_bytes if at_start else 0).tobytes()
+    index = zarr_array.build_index(sizes, order, meta.index_bytes if at_start else 0).tobytes()
     index += checksum(index).to_bytes(4, "little")
     body = [chunks[n] for n in order.tolist() if n in chunks]
     return b"".join([index, *body] if at_start else [*body, index])
@@ -135,14 +132,14 @@ def _encode_object(array: npt.NDArray[Any], meta: ArrayMeta, codec: ChunkCodec, 
 
 def _check(image: npt.NDArray[Any], label: npt.NDArray[Any] | None, foreground: npt.NDArray[Any]) -> None:
     if image.ndim != 4 or 0 in image.shape:
-        raise ConfigError(f"an image of shape {image.shape}", fix="Give (C, Z, Y, X)")
+        raise ConfigError(f"image: unexpected shape {image.shape}", fix="Pass an array of shape (C, Z, Y, X)")
     if label is not None and (label.shape != image.shape[1:] or label.dtype != np.uint8):
         raise ConfigError(
-            f"a label of shape {label.shape} and type {label.dtype} for an image of shape {image.shape}",
-            fix="Give a uint8 label of the image's (Z, Y, X)",
+            f"label: shape {label.shape} and type {label.dtype} do not match an image of shape {image.shape}",
+            fix="Pass a uint8 label of the image's (Z, Y, X)",
         )
     if foreground.ndim != 2 or foreground.shape[1] != 4:
-        raise ConfigError(f"a foreground index of shape {foreground.shape}", fix="Give N x 4: label value, z, y, x")
+        raise ConfigError(f"foreground: unexpected shape {foreground.shape}", fix="Pass N x 4: label value, z, y, x")
 
 
 def _json(document: Mapping[str, Any]) -> bytes:

@@ -1,6 +1,6 @@
-"""What the scans of a dataset are like: sizes, spacings and the intensities of what is to be segmented.
+"""Fingerprint of a dataset: sizes and spacings of its scans and intensities of their foreground, as a plan needs them.
 
-take() looks at one case and merge() joins the cases, in any order to the same result; a plan is made from that.
+`fingerprint_case` measures one case; `merge_cases` combines cases, with the same result in any order.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ Box = tuple[slice, slice, slice]
 SpacingMm = tuple[float, float, float]
 
 _QUANTILES = 2000
-"""Values that stand for one case's foreground; each case counts the same, however large its foreground."""
-_MOST_SORTED = 2_000_000
-"""Foreground voxels above this number are sampled before they are sorted."""
+"""Number of quantiles that represent a case's foreground, so that each case has the same weight."""
+_MAX_SORTED_VOXELS = 2_000_000
+"""Foregrounds with more voxels than this are sampled before sorting."""
 
 
 @record
@@ -31,82 +31,67 @@ class CaseIntensity:
     """One channel's intensities in the foreground of one case."""
 
     mean: float
-    """Of every foreground voxel."""
+    """Mean over all foreground voxels."""
     mean_square: float
-    """Of every foreground voxel."""
+    """Mean of the squared intensities of all foreground voxels."""
     low: float
-    """The smallest."""
+    """Smallest foreground intensity."""
     high: float
-    """The largest."""
+    """Largest foreground intensity."""
     quantiles: tuple[float, ...]
-    """Evenly spaced through the distribution, in ascending order."""
+    """Evenly spaced quantiles of the distribution, in ascending order."""
 
 
 @record
 class CaseFingerprint:
-    """What one case adds to the fingerprint."""
+    """Fingerprint of one case."""
 
     shape: Triple
-    """Voxels (z, y, x) of the box that holds everything but 0."""
+    """Voxels (z, y, x) of the bounding box of all nonzero voxels."""
     spacing: SpacingMm
     """Millimetres between voxels (z, y, x)."""
     relative_size: float
-    """Voxels of that box over voxels of the scan."""
+    """Voxels of that box divided by voxels of the scan."""
     intensities: tuple[CaseIntensity, ...]
-    """One a channel; none at all where the case has no foreground."""
+    """Intensities of each channel; empty if the case has no foreground."""
 
 
 @record
 class Intensity:
-    """One channel's foreground intensities over all cases, each case counting the same."""
+    """One channel's foreground intensities over all cases, with equal weight for each case."""
 
     mean: float
     std: float
     median: float
     low: float
-    """The smallest."""
+    """Smallest intensity of any case."""
     high: float
-    """The largest."""
+    """Largest intensity of any case."""
     percentile_00_5: float
     percentile_99_5: float
 
 
 @record
 class Fingerprint:
-    """What the scans of a dataset are like."""
+    """Sizes, spacings and intensities of a dataset's scans."""
 
     shapes: tuple[Triple, ...]
     """Voxels (z, y, x) of each case's nonzero box."""
     spacings: tuple[SpacingMm, ...]
     """Millimetres (z, y, x) of each case, in the same order."""
     relative_size: float
-    """Median share of a scan that its nonzero box takes."""
+    """Median over cases of the nonzero box's share of the scan."""
     intensities: tuple[Intensity, ...]
-    """One a channel."""
-
-    @property
-    def cases(self) -> int:
-        """How many cases were looked at."""
-        return len(self.shapes)
-
-    @property
-    def median_shape(self) -> tuple[float, ...]:
-        """Voxels (z, y, x), before resampling."""
-        return tuple(float(statistics.median(axis)) for axis in zip(*self.shapes, strict=True))
-
-    @property
-    def median_spacing(self) -> tuple[float, ...]:
-        """Millimetres (z, y, x)."""
-        return tuple(statistics.median(axis) for axis in zip(*self.spacings, strict=True))
+    """Intensities of each channel."""
 
 
 def crop_to_nonzero(image: NDArray[Any]) -> Box:
-    """The smallest box of `image` (C, Z, Y, X) that holds every voxel that is not 0 in some channel: slices (z, y, x),
-    starts included, stops not. An image of zeros is not cropped."""
+    """Return the bounding box of all voxels of `image` (C, Z, Y, X) that are nonzero in any channel: slices (z, y, x)
+    with inclusive start and exclusive stop. An image of zeros is not cropped."""
     planes = np.zeros(image.shape[1:3], np.bool_)
     columns = np.zeros(image.shape[3], np.bool_)
     for channel in image:
-        # Plane by plane, so that no mask of the whole scan is held.
+        # Plane by plane, to avoid a mask of the whole scan.
         for z, plane in enumerate(channel):
             nonzero = plane != 0
             planes[z] |= nonzero.any(axis=1)
@@ -116,9 +101,11 @@ def crop_to_nonzero(image: NDArray[Any]) -> Box:
     return _extent(planes.any(axis=1)), _extent(planes.any(axis=0)), _extent(columns)
 
 
-def take(image: NDArray[Any], label: NDArray[np.uint8], spacing: SpacingMm, seed: int = 0) -> CaseFingerprint:
-    """What `image` (C, Z, Y, X) with `label` (Z, Y, X) adds to the fingerprint. `seed` chooses among the foreground's
-    voxels where they are more than two million."""
+def fingerprint_case(
+    image: NDArray[Any], label: NDArray[np.uint8], spacing: SpacingMm, seed: int = 0
+) -> CaseFingerprint:
+    """Measure the fingerprint of `image` (C, Z, Y, X) with `label` (Z, Y, X). `seed` selects the sampled voxels if the
+    foreground has more than two million."""
     box = crop_to_nonzero(image)
     cropped = image[(slice(None), *box)]
     z, y, x = cropped.shape[1:]
@@ -126,47 +113,47 @@ def take(image: NDArray[Any], label: NDArray[np.uint8], spacing: SpacingMm, seed
         shape=(z, y, x),
         spacing=spacing,
         relative_size=z * y * x / math.prod(image.shape[1:]),
-        intensities=_intensities(cropped, label[box] != 0, seed),
+        intensities=_foreground_intensities(cropped, label[box] != 0, seed),
     )
 
 
-def merge(cases: Iterable[CaseFingerprint]) -> Fingerprint:
-    """The fingerprint of a dataset; the order of `cases` does not matter."""
+def merge_cases(cases: Iterable[CaseFingerprint]) -> Fingerprint:
+    """Combine the cases' fingerprints into that of the dataset; their order does not matter."""
     ordered = sorted(cases, key=lambda case: (case.shape, case.spacing, case.relative_size))
-    seen = [case.intensities for case in ordered if case.intensities]
-    if not seen:
+    intensities_by_case = [case.intensities for case in ordered if case.intensities]
+    if not intensities_by_case:
         raise BadCasesError(
             "no case has any foreground, so there is nothing to learn", fix="Check the labels and their values"
         )
-    channels = {len(channel) for channel in seen}
+    channels = {len(channel) for channel in intensities_by_case}
     if len(channels) > 1:
         raise BadCasesError(f"cases have different numbers of channels: {sorted(channels)}")
     return Fingerprint(
         shapes=tuple(case.shape for case in ordered),
         spacings=tuple(case.spacing for case in ordered),
         relative_size=statistics.median(case.relative_size for case in ordered),
-        intensities=tuple(_pool(channel) for channel in zip(*seen, strict=True)),
+        intensities=tuple(_pool_intensities(channel) for channel in zip(*intensities_by_case, strict=True)),
     )
 
 
 def _extent(used: Any) -> slice:
-    """From the first to the last that is true."""
-    where = np.flatnonzero(used)
-    return slice(int(where[0]), int(where[-1]) + 1)
+    """Return the range from the first to the last true element."""
+    indices = np.flatnonzero(used)
+    return slice(int(indices[0]), int(indices[-1]) + 1)
 
 
-def _intensities(image: NDArray[Any], foreground: NDArray[np.bool_], seed: int) -> tuple[CaseIntensity, ...]:
-    where = np.flatnonzero(foreground)
-    if not len(where):
+def _foreground_intensities(image: NDArray[Any], foreground: NDArray[np.bool_], seed: int) -> tuple[CaseIntensity, ...]:
+    indices = np.flatnonzero(foreground)
+    if not len(indices):
         return ()
-    chosen = where
-    if len(where) > _MOST_SORTED:
-        chosen = where[np.random.default_rng(seed).integers(len(where), size=_MOST_SORTED)]
+    chosen = indices
+    if len(indices) > _MAX_SORTED_VOXELS:
+        chosen = indices[np.random.default_rng(seed).integers(len(indices), size=_MAX_SORTED_VOXELS)]
     steps = ((np.arange(_QUANTILES) + 0.5) / _QUANTILES * len(chosen)).astype(np.int64)
     result = []
     for channel in image:
         values = channel[foreground].astype(np.float64)
-        ranked = np.sort(channel.reshape(-1)[chosen] if len(chosen) < len(where) else values)
+        ranked = np.sort(channel.reshape(-1)[chosen] if len(chosen) < len(indices) else values)
         result.append(
             CaseIntensity(
                 mean=float(values.mean()),
@@ -179,7 +166,7 @@ def _intensities(image: NDArray[Any], foreground: NDArray[np.bool_], seed: int) 
     return tuple(result)
 
 
-def _pool(cases: tuple[CaseIntensity, ...]) -> Intensity:
+def _pool_intensities(cases: tuple[CaseIntensity, ...]) -> Intensity:
     # fsum rounds once, whatever the order of its terms.
     mean = math.fsum(case.mean for case in cases) / len(cases)
     mean_square = math.fsum(case.mean_square for case in cases) / len(cases)

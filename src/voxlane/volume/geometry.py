@@ -1,14 +1,14 @@
-"""Where a scan's voxels lie: the grid of a file, and the way between its own axes and the anatomical ones.
+"""Voxel grids of files, and conversion between a file's own axes and the anatomical axes.
 
-A file's array is indexed (x, y, z) along whatever axes its scanner chose. Everything after reading is indexed
-(z, y, x) along the closest anatomical axes: x to the Right, y to the Anterior, z to the Superior. Going from one to
-the other permutes and flips axes and never interpolates, so it loses nothing; an oblique grid stays oblique.
+A file's array is indexed (x, y, z) along axes that its scanner chose. After reading, everything is indexed (z, y, x)
+along the closest anatomical axes: x to the Right, y to the Anterior, z to the Superior. The conversion permutes and
+flips axes and never interpolates, so it is lossless; an oblique grid stays oblique.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -19,9 +19,9 @@ import numpy.typing as npt
 Affine = tuple[tuple[float, float, float, float], ...]
 Array = npt.NDArray[Any]
 SAME_MM = 0.01
-"""Grids whose voxels lie closer than this are the same one; float32 headers round by less."""
-_ALIKE_SPACING_MM = 1e-3
-_ALIKE_DIRECTION = 1e-3
+"""Largest distance between voxels of grids that count as the same; float32 headers round by less."""
+_SPACING_TOLERANCE_MM = 1e-3
+_DIRECTION_TOLERANCE = 1e-3
 
 
 @dataclass(frozen=True)
@@ -29,52 +29,51 @@ class Geometry:
     """The voxel grid of one file."""
 
     shape: tuple[int, int, int]
-    """Voxels along the file's own axes (x, y, z)."""
+    """Number of voxels along the file's own axes (x, y, z)."""
     affine: Affine
-    """4x4, rows first: from a voxel's index (x, y, z) along the file's own axes to its centre in mm, in RAS."""
+    """Row-major 4x4 matrix from a voxel's index (x, y, z) along the file's own axes to its centre in mm, in RAS."""
 
     @classmethod
     def of(cls, shape: tuple[int, ...], affine: npt.ArrayLike) -> Geometry:
-        """From anything array-like; ValueError when it is no grid in space."""
+        """Build from array-like values; raise ValueError if they do not describe a grid in space."""
         matrix = np.asarray(affine, np.float64)
         if len(shape) != 3 or min(shape) < 1:
-            raise ValueError(f"a shape of {tuple(shape)} is not three lengths")
+            raise ValueError(f"expected a shape of three positive sizes, got {tuple(shape)}")
         if matrix.shape != (4, 4) or not np.isfinite(matrix).all():
-            raise ValueError("the affine holds values that are not finite")
+            raise ValueError("the affine contains values that are not finite")
         lengths = np.linalg.norm(matrix[:3, :3], axis=0)
         if lengths.min() <= 0 or abs(np.linalg.det(matrix[:3, :3] / lengths)) < 1e-4:
             raise ValueError("the affine is singular: its axes do not span space")
-        rows: Any = tuple(tuple(float(v) for v in row) for row in matrix)
-        return cls((int(shape[0]), int(shape[1]), int(shape[2])), rows)
+        return cls((int(shape[0]), int(shape[1]), int(shape[2])), _to_affine(matrix))
 
     @cached_property
-    def _axes(self) -> tuple[tuple[int, int, int], tuple[bool, bool, bool]]:
-        """The file's axis that runs along each of R, A, S, and whether it runs the other way."""
+    def _anatomical_axes(self) -> tuple[tuple[int, int, int], tuple[bool, bool, bool]]:
+        """The file's axis closest to each of R, A and S, and whether it runs in the opposite direction."""
         from nibabel.orientations import io_orientation
 
-        towards = io_orientation(np.asarray(self.affine))  # row i: the anatomical axis of file axis i, and its sign
-        order = np.argsort(towards[:, 0])
-        flips = towards[order, 1] < 0
+        # Row i: the anatomical axis of file axis i, and its sign.
+        orientations = io_orientation(np.asarray(self.affine))
+        order = np.argsort(orientations[:, 0])
+        flips = orientations[order, 1] < 0
         return (int(order[0]), int(order[1]), int(order[2])), (bool(flips[0]), bool(flips[1]), bool(flips[2]))
 
     @property
     def canonical_shape(self) -> tuple[int, int, int]:
-        """Voxels along the anatomical axes (z, y, x)."""
-        x, y, z = self._axes[0]
+        """Number of voxels along the anatomical axes (z, y, x)."""
+        x, y, z = self._anatomical_axes[0]
         return self.shape[z], self.shape[y], self.shape[x]
 
     @cached_property
     def canonical_affine(self) -> Affine:
-        """As `affine`, for the index (x, y, z) along the anatomical axes."""
-        order, flips = self._axes
+        """Like `affine`, but for an index (x, y, z) along the anatomical axes."""
+        order, flips = self._anatomical_axes
         matrix = np.asarray(self.affine)
-        turned = matrix.copy()
-        for axis, (own, flip) in enumerate(zip(order, flips, strict=True)):
-            turned[:3, axis] = -matrix[:3, own] if flip else matrix[:3, own]
+        rotated = matrix.copy()
+        for axis, (source, flip) in enumerate(zip(order, flips, strict=True)):
+            rotated[:3, axis] = -matrix[:3, source] if flip else matrix[:3, source]
             if flip:
-                turned[:3, 3] += matrix[:3, own] * (self.shape[own] - 1)
-        rows: Any = tuple(tuple(float(v) for v in row) for row in turned)
-        return rows  # type: ignore[no-any-return]
+                rotated[:3, 3] += matrix[:3, source] * (self.shape[source] - 1)
+        return _to_affine(rotated)
 
     @property
     def spacing(self) -> tuple[float, float, float]:
@@ -83,88 +82,94 @@ class Geometry:
         return z, y, x
 
     def to_canonical(self, array: Array) -> Array:
-        """A view of `array` (..., x, y, z) in the file's own order as (..., z, y, x) along the anatomical axes."""
-        lead = array.ndim - 3
-        order, flips = self._axes
-        turned = array.transpose(*range(lead), *(lead + axis for axis in order))
-        turned = turned[(..., *(slice(None, None, -1 if flip else None) for flip in flips))]
-        return turned.transpose(*range(lead), lead + 2, lead + 1, lead)
+        """Return a view of `array` (..., x, y, z), in file order, as (..., z, y, x) along the anatomical axes."""
+        order, flips = self._anatomical_axes
+        return _flip(_permute(array, order), flips).swapaxes(-1, -3)
 
     def from_canonical(self, array: Array) -> Array:
-        """The way back: a view of `array` (..., z, y, x) as (..., x, y, z) in the file's own order."""
-        lead = array.ndim - 3
-        order, flips = self._axes
-        turned = array.transpose(*range(lead), lead + 2, lead + 1, lead)
-        turned = turned[(..., *(slice(None, None, -1 if flip else None) for flip in flips))]
-        return turned.transpose(*range(lead), *(lead + order.index(axis) for axis in range(3)))
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain data for JSON; floats come back exactly."""
-        return {"shape": list(self.shape), "affine": [list(row) for row in self.affine]}
+        """Return a view of `array` (..., z, y, x), along the anatomical axes, as (..., x, y, z) in the file's order."""
+        order, flips = self._anatomical_axes
+        return _permute(_flip(array.swapaxes(-1, -3), flips), [order.index(axis) for axis in range(3)])
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Geometry:
-        """What `to_dict` gave."""
+        """Build from the result of `dataclasses.asdict`; floats survive a round trip through JSON exactly."""
         return cls.of(tuple(values["shape"]), values["affine"])
 
 
-def same_grid(a: Geometry, b: Geometry, tolerance_mm: float = SAME_MM) -> str | None:
-    """None when the voxels of `a` and `b` lie at the same places, else a sentence that says how they differ.
+def _permute(array: Array, order: Sequence[int]) -> Array:
+    """Put the last three axes into this order."""
+    leading = array.ndim - 3
+    return array.transpose(*range(leading), *(leading + axis for axis in order))
 
-    Files that store the same grid along other axes are the same grid. `tolerance_mm` is how far apart two voxels of
-    the same index may lie, anywhere in the grid.
+
+def _flip(array: Array, flips: Sequence[bool]) -> Array:
+    """Reverse those of the last three axes that `flips` marks."""
+    return array[(..., *(slice(None, None, -1 if flip else None) for flip in flips))]
+
+
+def _to_affine(matrix: Array) -> Affine:
+    rows: Any = tuple(tuple(row) for row in matrix.tolist())
+    return rows  # type: ignore[no-any-return]
+
+
+def describe_grid_difference(a: Geometry, b: Geometry, tolerance_mm: float = SAME_MM) -> str | None:
+    """Return None if the voxels of `a` and `b` coincide, else a sentence that says how the grids differ.
+
+    The order of a file's axes does not matter. Voxels coincide if those of the same index are at most `tolerance_mm`
+    apart throughout the grid.
     """
-    if a.shape == b.shape and _furthest_mm(a.shape, a.affine, b.affine) <= tolerance_mm:
+    if a.shape == b.shape and _max_distance_mm(a.shape, a.affine, b.affine) <= tolerance_mm:
         return None
     if a.canonical_shape != b.canonical_shape:
-        return f"the shapes differ: {_by(a.canonical_shape)} and {_by(b.canonical_shape)} voxels (z, y, x)"
+        shapes = format_shape(a.canonical_shape), format_shape(b.canonical_shape)
+        return f"the shapes differ: {shapes[0]} and {shapes[1]} voxels (z, y, x)"
     shape = a.canonical_shape[::-1]
-    apart_mm = _furthest_mm(shape, a.canonical_affine, b.canonical_affine)
-    if apart_mm <= tolerance_mm:
+    distance_mm = _max_distance_mm(shape, a.canonical_affine, b.canonical_affine)
+    if distance_mm <= tolerance_mm:
         return None
-    return f"{_difference(a, b)}; their voxels lie up to {apart_mm:.3g} mm apart"
+    return f"{_describe_affine_difference(a, b)}; their voxels are up to {distance_mm:.3g} mm apart"
 
 
-def furthest_mm(a: Geometry, b: Geometry) -> float:
-    """The largest distance between two voxels of the same index in grids of the same canonical shape."""
-    canonical = _furthest_mm(a.canonical_shape[::-1], a.canonical_affine, b.canonical_affine)
-    own = _furthest_mm(a.shape, a.affine, b.affine) if a.shape == b.shape else canonical
-    return min(own, canonical)
+def max_voxel_distance_mm(a: Geometry, b: Geometry) -> float:
+    """Return the largest distance between voxels of the same index, in grids of the same canonical shape."""
+    canonical = _max_distance_mm(a.canonical_shape[::-1], a.canonical_affine, b.canonical_affine)
+    source = _max_distance_mm(a.shape, a.affine, b.affine) if a.shape == b.shape else canonical
+    return min(source, canonical)
 
 
-def along(array_zyx: Array, own: Geometry, target: Geometry) -> Array:
-    """`array_zyx` of grid `own` along the anatomical axes as `target` has them, for two files of the same grid.
-
-    They differ only near 45 degrees, where rounding in the header decides which anatomical axis is the closest.
-    """
-    if own.shape == target.shape and own._axes != target._axes:
-        canonical = _furthest_mm(own.canonical_shape[::-1], own.canonical_affine, target.canonical_affine)
-        if _furthest_mm(own.shape, own.affine, target.affine) < canonical:
-            return target.to_canonical(own.from_canonical(array_zyx))
+def align_axes(array_zyx: Array, source: Geometry, target: Geometry) -> Array:
+    """Return `array_zyx` of grid `source` along the anatomical axes that `target` uses, for two files of the same grid.
+    These axes differ only near 45 degrees, where rounding in a header decides which anatomical axis is closest."""
+    if source.shape == target.shape and source._anatomical_axes != target._anatomical_axes:
+        canonical = _max_distance_mm(source.canonical_shape[::-1], source.canonical_affine, target.canonical_affine)
+        if _max_distance_mm(source.shape, source.affine, target.affine) < canonical:
+            return target.to_canonical(source.from_canonical(array_zyx))
     return array_zyx
 
 
-def _furthest_mm(shape: tuple[int, ...], a: Affine, b: Affine) -> float:
+def _max_distance_mm(shape: tuple[int, ...], a: Affine, b: Affine) -> float:
     # Both maps are affine, so their difference is largest at a corner.
     corners = np.array([(*corner, 1) for corner in itertools.product(*((0, n - 1) for n in shape))], np.float64)
     return float(np.linalg.norm(corners @ (np.asarray(a) - np.asarray(b)).T, axis=1).max())
 
 
-def _difference(a: Geometry, b: Geometry) -> str:
-    """What of two affines differs, for a reader."""
+def _describe_affine_difference(a: Geometry, b: Geometry) -> str:
+    """Describe how two affines differ."""
     parts = []
-    if np.abs(np.subtract(a.spacing, b.spacing)).max() > _ALIKE_SPACING_MM:
+    if np.abs(np.subtract(a.spacing, b.spacing)).max() > _SPACING_TOLERANCE_MM:
         parts.append(f"the spacings differ: {_mm(a.spacing)} and {_mm(b.spacing)} mm (z, y, x)")
-    one, other = np.asarray(a.canonical_affine), np.asarray(b.canonical_affine)
-    turned = one[:3, :3] / np.linalg.norm(one[:3, :3], axis=0) - other[:3, :3] / np.linalg.norm(other[:3, :3], axis=0)
-    if np.abs(turned).max() > _ALIKE_DIRECTION:
+    first, second = np.asarray(a.canonical_affine), np.asarray(b.canonical_affine)
+    a_directions, b_directions = (m[:3, :3] / np.linalg.norm(m[:3, :3], axis=0) for m in (first, second))
+    if np.abs(a_directions - b_directions).max() > _DIRECTION_TOLERANCE:
         parts.append("the directions of the axes differ")
-    if not parts or np.abs(one[:3, 3] - other[:3, 3]).max() > SAME_MM:
-        parts.append(f"the origins differ: {_mm(one[:3, 3])} and {_mm(other[:3, 3])} mm (x, y, z)")
+    if not parts or np.abs(first[:3, 3] - second[:3, 3]).max() > SAME_MM:
+        parts.append(f"the origins differ: {_mm(first[:3, 3])} and {_mm(second[:3, 3])} mm (x, y, z)")
     return ", ".join(parts)
 
 
-def _by(shape: tuple[int, ...]) -> str:
+def format_shape(shape: tuple[int, ...]) -> str:
+    """Format a shape as "3 x 4 x 5"."""
     return " x ".join(map(str, shape))
 
 

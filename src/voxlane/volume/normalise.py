@@ -1,4 +1,4 @@
-"""Intensities as the network sees them, and the 16-bit integers they are stored as."""
+"""Normalisation of intensities, and their storage as 16-bit integers."""
 
 from __future__ import annotations
 
@@ -12,52 +12,49 @@ from voxlane.errors import ConfigError
 from voxlane.volume.plan import Normalisation
 
 _LIMIT = 32767
-"""Stored integers lie between minus this and this."""
+"""Largest absolute value of a stored integer."""
 _ZSCORE_UNIT = 1 / 512
-"""Standard deviations a stored integer stands for; 64 standard deviations to either side can be stored."""
+"""Standard deviations per step of a stored integer; the range is 64 standard deviations in either direction."""
 _SMALLEST_STD = 1e-8
-"""A constant channel becomes 0, not a division by zero."""
+"""Lower bound of a standard deviation, so that a constant channel becomes 0 instead of a division by zero."""
 
 
 def nonzero_mask(image: NDArray[Any]) -> NDArray[np.bool_]:
-    """(Z, Y, X): where any channel of `image` (C, Z, Y, X) is not 0, and the holes enclosed by that."""
+    """Return the mask (Z, Y, X) of voxels that are nonzero in any channel of `image` (C, Z, Y, X), with holes
+    filled."""
     from scipy.ndimage import label
 
     empty = np.ones(image.shape[1:], np.bool_)
     for channel in image:
         empty &= channel == 0
-    # One labelling of the empty parts instead of scipy's binary_fill_holes, which grows from the border step by step.
-    parts, count = label(empty)
-    open_parts = np.zeros(count + 1, np.bool_)
+    # One labelling of the empty regions; scipy's binary_fill_holes grows from the border step by step.
+    regions, count = label(empty)
+    open_regions = np.zeros(count + 1, np.bool_)
     for axis in range(3):
         for side in (0, -1):
-            open_parts[np.unique(np.take(parts, side, axis=axis))] = True
-    open_parts[0] = False
-    mask: NDArray[np.bool_] = ~open_parts[parts]
+            open_regions[np.unique(np.take(regions, side, axis=axis))] = True
+    open_regions[0] = False
+    mask: NDArray[np.bool_] = ~open_regions[regions]
     return mask
 
 
-def apply(
-    image: NDArray[Any], normalisation: Sequence[Normalisation], mask: NDArray[np.bool_] | None = None
-) -> NDArray[np.float32]:
-    """`image` (C, Z, Y, X) normalised, a new array. `mask` (Z, Y, X) is where the scan is nonzero (nonzero_mask); it is
-    taken from `image` where a channel needs it and it is not given.
-
-    nnU-Net normalises after the crop to the nonzero box and before resampling; MLPerf after resampling.
-    """
+def apply(image: NDArray[Any], normalisation: Sequence[Normalisation]) -> NDArray[np.float32]:
+    """Return a normalised copy of `image` (C, Z, Y, X). nnU-Net normalises after cropping to the nonzero box and before
+    resampling; MLPerf after resampling."""
     _check_channels(image, len(normalisation))
+    mask: NDArray[np.bool_] | None = None
     result = image.astype(np.float32)
-    for channel, how in zip(result, normalisation, strict=True):
-        if how.scheme == "ct":
-            np.clip(channel, how.lower, how.upper, out=channel)
-            channel -= np.float32(how.mean)
-            channel /= np.float32(max(how.std, _SMALLEST_STD))
-        elif how.scheme == "zscore" and how.nonzero:
+    for channel, scheme in zip(result, normalisation, strict=True):
+        if scheme.scheme == "ct":
+            np.clip(channel, scheme.lower, scheme.upper, out=channel)
+            channel -= np.float32(scheme.mean)
+            channel /= np.float32(max(scheme.std, _SMALLEST_STD))
+        elif scheme.scheme == "zscore" and scheme.nonzero:
             if mask is None:
                 mask = nonzero_mask(image)
             inside = channel[mask]
             channel[mask] = _zscore(inside) if inside.size else inside
-        elif how.scheme == "zscore":
+        elif scheme.scheme == "zscore":
             channel[...] = _zscore(channel)
     return result
 
@@ -65,14 +62,14 @@ def apply(
 def encode(
     image: NDArray[np.float32], normalisation: Sequence[Normalisation]
 ) -> tuple[NDArray[np.int16], tuple[float, ...], tuple[float, ...]]:
-    """A normalised `image` (C, Z, Y, X) as integers, with the scale and the offset of each channel (see decode).
+    """Encode a normalised `image` (C, Z, Y, X) as integers; also return each channel's scale and offset (see `decode`).
 
-    ct: an integer is one Hounsfield unit, so rounding moves no voxel by more than half of one. zscore: 1/512 of a
-    standard deviation, and what lies beyond 64 of them is cut off. none: whole numbers as they are where they fit,
-    otherwise the channel's range in 65534 steps.
+    ct: one step is one Hounsfield unit, so rounding changes a voxel by at most half of one. zscore: one step is 1/512
+    of a standard deviation, and values beyond 64 standard deviations are clipped. none: integers that fit are stored as
+    they are, otherwise the channel's range is divided into 65534 steps.
     """
     _check_channels(image, len(normalisation))
-    units = [_unit(channel, how) for channel, how in zip(image, normalisation, strict=True)]
+    units = [_scale_and_offset(channel, scheme) for channel, scheme in zip(image, normalisation, strict=True)]
     codes = np.empty(image.shape, np.int16)
     for channel, coded, (scale, offset) in zip(image, codes, units, strict=True):
         steps = (channel - np.float32(offset)) * np.float32(1 / scale)
@@ -81,7 +78,7 @@ def encode(
 
 
 def decode(codes: NDArray[np.int16], scale: Sequence[float], offset: Sequence[float]) -> NDArray[np.float32]:
-    """The normalised image that `codes` (C, Z, Y, X) stand for: codes * scale + offset."""
+    """Decode `codes` (C, Z, Y, X) to the normalised image: codes * scale + offset."""
     _check_channels(codes, len(scale))
     shape = (-1,) + (1,) * (codes.ndim - 1)
     result: NDArray[np.float32] = codes.astype(np.float32)
@@ -91,21 +88,21 @@ def decode(codes: NDArray[np.int16], scale: Sequence[float], offset: Sequence[fl
 
 
 def _zscore(values: NDArray[np.float32]) -> NDArray[np.float32]:
-    # Sums in double precision: a scan has more voxels than single precision can count.
+    # Sums in double precision, because a scan has more voxels than single precision can count.
     mean = values.mean(dtype=np.float64)
     std = max(float(values.std(dtype=np.float64)), _SMALLEST_STD)
     scored: NDArray[np.float32] = (values - np.float32(mean)) / np.float32(std)
     return scored
 
 
-def _unit(channel: NDArray[np.float32], how: Normalisation) -> tuple[float, float]:
-    """Scale and offset of a channel's integers."""
-    if how.scheme == "zscore":
+def _scale_and_offset(channel: NDArray[np.float32], scheme: Normalisation) -> tuple[float, float]:
+    """Return the scale and offset of a channel's integers."""
+    if scheme.scheme == "zscore":
         return _ZSCORE_UNIT, 0.0
-    if how.scheme == "ct":
-        if max(abs(how.lower), abs(how.upper)) <= _LIMIT:
-            return 1 / how.std, -how.mean / how.std
-        low, high = (how.lower - how.mean) / how.std, (how.upper - how.mean) / how.std
+    if scheme.scheme == "ct":
+        if max(abs(scheme.lower), abs(scheme.upper)) <= _LIMIT:
+            return 1 / scheme.std, -scheme.mean / scheme.std
+        low, high = (scheme.lower - scheme.mean) / scheme.std, (scheme.upper - scheme.mean) / scheme.std
     else:
         low, high = float(channel.min()), float(channel.max())
         if max(abs(low), abs(high)) <= _LIMIT and np.array_equal(channel, np.rint(channel)):
@@ -116,6 +113,6 @@ def _unit(channel: NDArray[np.float32], how: Normalisation) -> tuple[float, floa
 def _check_channels(image: NDArray[Any], expected: int) -> None:
     if len(image) != expected:
         raise ConfigError(
-            f"the scan has {len(image)} channels, the plan {expected}",
-            fix="Give the channels that the dataset was prepared with, in the same order",
+            f"the scan has {len(image)} channels, but the plan has {expected}",
+            fix="Use the channels that the dataset was prepared with, in the same order",
         )

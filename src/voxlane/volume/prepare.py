@@ -1,9 +1,10 @@
-"""`prepare`: from a bucket of scans to a prepared dataset in a bucket; parallel, resumable, idempotent.
+"""`prepare`: turn a bucket of scans into a prepared dataset, in parallel; interrupted runs can be resumed.
 
-Two passes over the cases. The first checks each and takes its fingerprint; then a plan is made; the second writes each
-as a chunked volume. What a case gave is kept beside the dataset (`DST/work`) under a name that holds the versions of
-its files and of the plan, so that a run that was cut off, or whose source changed, repeats only what it must, as it
-does where a volume is no longer what the note says. The header that makes the dataset one comes last.
+Preparation makes two passes over the cases. The first checks each case and takes its fingerprint; then a plan is made;
+the second writes each case as a chunked volume. The result of each pass is recorded beside the dataset (`DST/work`),
+under a name that contains the versions of the case's files and of the plan. So a run that was interrupted, or whose
+source changed, repeats only what it must; so does a run that finds a volume changed. The dataset's header is written
+last.
 """
 
 from __future__ import annotations
@@ -12,8 +13,8 @@ import hashlib
 import json
 import multiprocessing
 import os
-from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Future, ProcessPoolExecutor, as_completed
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
@@ -28,216 +29,215 @@ from voxlane import uri as uris
 from voxlane.errors import BadCasesError, ConfigError, PreparedError
 from voxlane.settings import record
 from voxlane.store import Store, StoreConfig
-from voxlane.volume import check, fingerprint, normalise, planner
+from voxlane.store.staging.sources import strip_quotes
+from voxlane.volume import case_checks, fingerprint, normalise, planner, prepared_dataset
+from voxlane.volume.case_checks import CaseProblem
 from voxlane.volume.case_writer import write_case
-from voxlane.volume.check import Problem
+from voxlane.volume.dataset_discovery import SourceCase, SourceDataset, discover
 from voxlane.volume.description import Description
-from voxlane.volume.grid import MLPERF, grid_affine, image_to_grid, label_to_grid, plan_grid
+from voxlane.volume.grid import MLPERF_RECIPE, compute_grid_affine, image_to_grid, label_to_grid, plan_grid
 from voxlane.volume.plan import Plan
-from voxlane.volume.prepared import HEADER, VERSION, Prepared, PreparedCase, case_key, fold_of, folder, publish
-from voxlane.volume.source import SourceCase, SourceDataset, discover
+from voxlane.volume.prepared_dataset import VERSION, Prepared, PreparedCase, as_prefix, case_key
 
+_CHECK_WORKERS_S = 5.0
+"""Seconds without a result after which workers are checked."""
 _FOREGROUND_VOXELS = 1000
-"""Voxels kept a class and case, to draw patches around."""
+"""Voxels per class and case that are stored to draw patches around."""
 
 
 @record
 class PrepareConfig:
-    """How scans are prepared."""
+    """Settings of `prepare`."""
 
     layout: Literal["kits19", "msd", "nnunet", "brats", "list"] | None = None
-    """What the source looks like; found out when left out."""
+    """Layout of the source; detected by default."""
     description: Mapping[str, Any] = pydantic.Field(default_factory=dict)
-    """name, channels, labels or regions, where the source does not say them or says them wrong, such as
+    """Name, channels, labels or regions that the source does not define or defines wrongly, such as
     description.regions={WT: [1,2,3], TC: [2,3], ET: [3]}."""
     recipe: Literal["auto", "mlperf-kits19"] = "auto"
-    """auto: fingerprint and plan as nnU-Net makes them. mlperf-kits19: that benchmark's constants."""
+    """auto: fingerprint and plan as in nnU-Net. mlperf-kits19: the constants of that benchmark."""
     plan: Mapping[str, Any] = pydantic.Field(default_factory=dict)
-    """Fields of the plan to set by hand, such as plan.patch=[96,96,96] or plan.spacing=[3,1,1]; batch and network
-    follow from these unless they are set too."""
+    """Fields of the plan to override, such as plan.patch=[96,96,96] or plan.spacing=[3,1,1]; batch and network follow
+    from these unless overridden too."""
     memory_gb: float = pydantic.Field(default=8.0, gt=0)
-    """GPU memory that patch and network are planned for."""
+    """GPU memory for which patch and network are planned."""
     bad_cases: Literal["fail", "exclude"] = "fail"
-    """What becomes of a dataset with cases that cannot be used."""
+    """Whether to fail or to exclude cases that cannot be used."""
     folds: int = pydantic.Field(default=5, ge=2)
-    """Parts for cross-validation; a patient's part is fixed by a hash of its name. With recipe=mlperf-kits19, fold 0 is
-    that benchmark's 42 cases."""
+    """Number of folds for cross-validation; a hash of a patient's name determines its fold. With recipe=mlperf-kits19,
+    fold 0 is that benchmark's 42 cases."""
     workers: int = pydantic.Field(default=0, ge=0)
-    """Processes; 0 means one a core. Each takes 300 MB and, for its one case, 12 to 24 bytes a voxel and channel of the
-    scan or of the plan's grid, whichever has more: a CT of 512 x 512 x 200 took 0.9 GB at its own spacing and 1.5 GB
-    on a grid of twice as many voxels."""
+    """Number of processes; 0 means one per core. Each needs 300 MB and, for its case, 12 to 24 bytes per voxel and
+    channel of the scan or of the plan's grid, whichever is larger: a CT of 512 x 512 x 200 took 0.9 GB at its own
+    spacing and 1.5 GB on a grid of twice as many voxels."""
 
 
 @dataclass(frozen=True)
-class Outcome:
-    """What a preparation did."""
+class PrepareResult:
+    """Result of `prepare`."""
 
     prepared: Prepared
-    problems: list[Problem]
-    checked: int
-    """Cases read and checked by this run; the others were known."""
-    written: int
-    """Cases written by this run."""
+    problems: list[CaseProblem]
+    cases_checked: int
+    """Number of cases that this run read and checked; the others had been checked before."""
+    cases_written: int
 
 
 @dataclass(frozen=True)
 class _Task:
-    """One case, as a worker gets it."""
+    """One case for a worker."""
 
     case: SourceCase
     description: Description
     plan: Plan | None
     config: StoreConfig | None
     root: str
-    """Where the dataset goes."""
-    done: str
-    """Key of the note that says it is done."""
+    record_key: str
+    """Key of the record that the case is done."""
 
 
 def prepare(
     src: str,
     dst: str,
-    how: PrepareConfig | None = None,
+    options: PrepareConfig | None = None,
     config: StoreConfig | None = None,
     *,
     progress: bool | None = None,
-) -> Outcome:
-    """Prepare the scans under `src` into `dst`; see `PrepareConfig`.
+) -> PrepareResult:
+    """Prepare the scans under `src` as a dataset at `dst`.
 
-    Raises BadCasesError, which holds the table of them, when cases cannot be used and were not to be left out.
-    `progress` forces the bars on or off; by default they show on a terminal.
+    Raises BadCasesError with a table of the problems if cases cannot be used and are not to be excluded. `progress`
+    forces progress bars on or off; by default they show on a terminal.
     """
-    how = how or PrepareConfig()
+    options = options or PrepareConfig()
     if str(uris.parse(src)).rstrip("/") == str(uris.parse(dst)).rstrip("/"):
-        raise ConfigError("SRC and DST are the same", uri=dst, fix="Give the prepared dataset a place of its own")
-    source = discover(src, config, layout=how.layout, describe=dict(how.description))
-    store, prefix = Store(dst, config), folder(uris.parse(dst).key)
-    store.check_writable(prefix + HEADER)
-    _refuse_another(source, dst, config)
-    notes = _Notes(store, prefix)
-    with _Workers(how.workers, progress) as workers:
-        said = settings.plain(source.description)
-        checks = {
-            case.id: _Task(
-                case,
-                source.description,
-                None,
-                config,
-                dst,
-                notes.key("check", case.id, _versions(source, case), said["channels"], said["labels"]),
-            )
-            for case in source.cases
-        }
-        found = notes.known(checks)
-        checked = len(checks) - len(found)
-        found |= workers.run(check_one, checks, found, notes, "checking")
-        problems = [Problem(**p) for name in sorted(found) for p in found[name]["problems"]]
-        bad = {p.case for p in problems if p.fatal}
-        _refuse(bad, problems, source, how)
+        raise ConfigError("SRC and DST are the same", uri=dst, fix="Use another URI for the prepared dataset")
+    source = discover(src, config, layout=options.layout, overrides=dict(options.description))
+    store, prefix = Store(dst, config), as_prefix(uris.parse(dst).key)
+    store.check_writable(prefix + prepared_dataset.HEADER)
+    _check_destination(source, dst, config)
+    completed = _CompletedWork(store, prefix)
+
+    def make_tasks(stage: str, cases: Iterable[SourceCase], plan: Plan | None, *depends: Any) -> dict[str, _Task]:
+        tasks = {}
+        for case in cases:
+            files = [*case.images, *([case.label] if case.label else [])]
+            versions = [f"{file}@{source.etags.get(file, '')}" for file in files]
+            key = completed.key(stage, case.id, versions, *depends)
+            tasks[case.id] = _Task(case, source.description, plan, config, dst, key)
+        return tasks
+
+    with _Workers(options.workers, progress) as workers:
+        description = settings.to_plain(source.description)
+        checks = make_tasks("check", source.cases, None, description["channels"], description["labels"])
+        results = completed.read(checks)
+        cases_checked = len(checks) - len(results)
+        results |= workers.run(check_case, checks, results, completed, "checking")
+        problems = [CaseProblem(**problem) for name in sorted(results) for problem in results[name]["problems"]]
+        bad = {problem.case for problem in problems if problem.fatal}
+        _check_usable(bad, problems, source, options)
         good = [case for case in source.cases if case.id not in bad]
-        taken = fingerprint.merge(
-            [settings.build(fingerprint.CaseFingerprint, found[case.id]["fingerprint"]) for case in good]
+        merged = fingerprint.merge_cases(
+            settings.build(fingerprint.CaseFingerprint, results[case.id]["fingerprint"]) for case in good
         )
-        plan = _plan(source.description, taken, how)
-        writes = {
-            case.id: _Task(
-                case,
-                source.description,
-                plan,
-                config,
-                dst,
-                notes.key("write", case.id, _versions(source, case), _decides(plan)),
-            )
-            for case in good
-        }
-        there = _Volumes(store, prefix)
-        volumes = notes.known(writes, there.holds)
-        todo = [name for name in writes if name not in volumes]
-        if any(there.has(name) for name in todo):
-            # Between the first volume that is written over and the last, the dataset is neither the old nor the new.
-            store.delete(prefix + HEADER)
-        volumes |= workers.run(write_one, writes, volumes, notes, "preparing")
-    publish(
+        plan = _make_plan(source.description, merged, options)
+        volume_fields = ("recipe", "spacing", "normalisation", "patch", "pad_to_patch")
+        volume_settings = {name: settings.to_plain(plan)[name] for name in volume_fields}
+        writes = make_tasks("write", good, plan, volume_settings)
+        stored = _list_volumes(store, prefix)
+
+        def is_unchanged(name: str, result: dict[str, Any]) -> bool:
+            objects = stored.get(case_key(prefix, name), {})
+            recorded = {file: (size, strip_quotes(etag)) for file, size, etag in result["objects"]}
+            return "zarr.json" in objects and recorded.items() <= objects.items()
+
+        volumes = completed.read(writes, is_unchanged)
+        remaining = [name for name in writes if name not in volumes]
+        if any(case_key(prefix, name) in stored for name in remaining):
+            # While volumes are being overwritten, the dataset is neither the old nor the new one.
+            store.delete(prefix + prepared_dataset.HEADER)
+        volumes |= workers.run(write_prepared_case, writes, volumes, completed, "preparing")
+    prepared_dataset.publish_dataset(
         store,
         prefix,
         description=source.description,
         plan=plan,
-        fingerprint=settings.plain(taken),
+        fingerprint=settings.to_plain(merged),
         source={"uri": source.root, "layout": source.layout, "excluded": [asdict(p) for p in problems if p.fatal]},
-        folds=how.folds,
+        folds=options.folds,
         cases=[
             PreparedCase(
                 case.id,
                 case.patient,
-                _fold(case, plan, how.folds),
+                _choose_fold(case, plan, options.folds),
                 {"images": list(case.images), "label": case.label},
                 volumes[case.id],
             )
             for case in good
         ],
     )
-    return Outcome(Prepared.load(dst, config), problems, checked, len(todo))
+    return PrepareResult(Prepared.load(dst, config), problems, cases_checked, len(remaining))
 
 
-def _fold(case: SourceCase, plan: Plan, folds: int) -> int:
-    """A patient's fold; by MLPerf's recipe fold 0 is that benchmark's own held-out cases."""
-    if plan.recipe != MLPERF:
-        return fold_of(case.patient, folds)
-    return 0 if case.id in planner.MLPERF_HELD_OUT else 1 + fold_of(case.patient, folds - 1)
+def _choose_fold(case: SourceCase, plan: Plan, folds: int) -> int:
+    """Return a case's fold; with MLPerf's recipe, fold 0 is that benchmark's held-out cases."""
+    if plan.recipe != MLPERF_RECIPE:
+        return prepared_dataset.fold_for_patient(case.patient, folds)
+    return 0 if case.id in planner.MLPERF_HELD_OUT else 1 + prepared_dataset.fold_for_patient(case.patient, folds - 1)
 
 
-def check_one(task: _Task) -> dict[str, Any]:
-    """Read a case, say what is wrong with it and take its fingerprint. Runs in a worker."""
-    scan, label, problems = check.load_case(task.case, task.description, task.config)
-    taken = None
+def check_case(task: _Task) -> dict[str, Any]:
+    """Read a case, report its problems and take its fingerprint. Runs in a worker."""
+    scan, label, problems = case_checks.load_case(task.case, task.description, task.config)
+    case_fingerprint = None
     if scan is not None and label is not None and not any(p.fatal for p in problems):
         seed = int.from_bytes(hashlib.sha256(task.case.id.encode()).digest()[:4], "big")
-        taken = settings.plain(fingerprint.take(scan.image, label, scan.geometry.spacing, seed))
-    return {"problems": [asdict(p) for p in problems], "fingerprint": taken}
+        measured = fingerprint.fingerprint_case(scan.image, label, scan.geometry.spacing, seed)
+        case_fingerprint = settings.to_plain(measured)
+    return {"problems": [asdict(p) for p in problems], "fingerprint": case_fingerprint}
 
 
-def write_one(task: _Task) -> dict[str, Any]:
-    """Read a case, bring it to the plan's grid and write its volume; returns where it is. Runs in a worker."""
+def write_prepared_case(task: _Task) -> dict[str, Any]:
+    """Read a case, resample it to the plan's grid, write its volume and return its metadata. Runs in a worker."""
     assert task.plan is not None
-    scan, label, problems = check.load_case(task.case, task.description, task.config)
+    scan, label, problems = case_checks.load_case(task.case, task.description, task.config)
     if scan is None or label is None or any(p.fatal for p in problems):
         raise PreparedError(
-            f"case {task.case.id} was good when it was checked and is not now: {problems[0].detail}",
+            f"case {task.case.id} was usable when it was checked and is not any more: {problems[0].detail}",
             uri=task.case.images[0],
-            fix="The source is changing: run voxlane prepare again when it is at rest",
+            fix="The source is changing: run voxlane prepare again once it no longer does",
         )
     geometry = scan.geometry
     grid = plan_grid(scan.image, geometry.spacing, task.plan)
     image = image_to_grid(scan.image, grid, task.plan)
-    del scan  # so that it is not held while the next arrays are made
+    del scan  # to free its memory before the next arrays are allocated
     codes, scale, offset = normalise.encode(image, task.plan.normalisation)
     del image
     prepared_label = label_to_grid(label, grid, task.plan)
     attributes = {
         "case": task.case.id,
-        "grid": grid.to_dict(),
-        "geometry": geometry.to_dict(),
-        "affine": grid_affine(grid, geometry.canonical_affine, task.plan),
+        "grid": asdict(grid),
+        "geometry": asdict(geometry),
+        "affine": compute_grid_affine(grid, geometry.canonical_affine, task.plan),
         "spacing": list(grid.spacing),
         "scale_factor": list(scale),
         "add_offset": list(offset),
     }
-    store = Store(task.root, task.config)
-    written = write_case(
-        store,
-        case_key(folder(uris.parse(task.root).key), task.case.id),
+    metadata = write_case(
+        Store(task.root, task.config),
+        case_key(as_prefix(uris.parse(task.root).key), task.case.id),
         image=codes,
         label=prepared_label,
         foreground=foreground_voxels(prepared_label, task.case.id),
         attributes=attributes,
         patch=task.plan.patch,
     )
-    return {**written, **attributes}
+    return {**metadata, **attributes}
 
 
 def foreground_voxels(label: npt.NDArray[np.uint8], name: str) -> npt.NDArray[np.int32]:
-    """Rows (value, z, y, x): for each class of `label` up to 1,000 of its voxels, chosen at random by the case's
-    name."""
+    """Return rows (value, z, y, x) of up to 1,000 voxels per class of `label`, chosen at random with the case's name as
+    the seed."""
     seed = int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big")
     generator = np.random.Generator(np.random.Philox(seed=seed))
     rows = [np.empty((0, 4), np.int32)]
@@ -246,169 +246,140 @@ def foreground_voxels(label: npt.NDArray[np.uint8], name: str) -> npt.NDArray[np
         voxels = np.flatnonzero(flat == value)
         if len(voxels) > _FOREGROUND_VOXELS:
             voxels = np.sort(generator.choice(voxels, _FOREGROUND_VOXELS, replace=False))
-        places = np.stack(np.unravel_index(voxels, label.shape), axis=1).astype(np.int32)
-        rows.append(np.concatenate([np.full((len(voxels), 1), value, np.int32), places], axis=1))
+        coordinates = np.stack(np.unravel_index(voxels, label.shape), axis=1).astype(np.int32)
+        rows.append(np.concatenate([np.full((len(voxels), 1), value, np.int32), coordinates], axis=1))
     return np.concatenate(rows)
 
 
-def _plan(description: Description, taken: fingerprint.Fingerprint, how: PrepareConfig) -> Plan:
-    if how.recipe == MLPERF:
+def _make_plan(description: Description, merged: fingerprint.Fingerprint, options: PrepareConfig) -> Plan:
+    if options.recipe == MLPERF_RECIPE:
         if len(description.channels) != 1:
             raise ConfigError(
-                f"recipe: mlperf-kits19 is for one CT channel, this dataset has {len(description.channels)}",
+                f"recipe: mlperf-kits19 needs one CT channel, this dataset has {len(description.channels)} channels",
                 fix="Use recipe=auto",
             )
-        plan = planner.mlperf_kits19()
+        plan = planner.make_mlperf_plan()
     else:
-        plan = planner.make_plan(description, taken, memory_gb=how.memory_gb)
-    given = dict(how.plan)
-    if not given:
+        plan = planner.make_plan(description, merged, memory_gb=options.memory_gb)
+    overrides = dict(options.plan)
+    if not overrides:
         return plan
-    changed = _changed(plan, given)
-    network = given.get("network", {})
-    if how.recipe != MLPERF and given.keys() & {"spacing", "patch"} and "strides" not in network:
-        sizes: dict[str, Any] = {name: getattr(changed, name) for name in ("spacing", "patch") if name in given}
-        plan = planner.make_plan(description, taken, memory_gb=how.memory_gb, **sizes)
-        if "patch" in given and plan.patch != changed.patch:
+    changed = _override_plan(plan, overrides)
+    network = overrides.get("network", {})
+    if options.recipe != MLPERF_RECIPE and overrides.keys() & {"spacing", "patch"} and "strides" not in network:
+        sizes: dict[str, Any] = {name: getattr(changed, name) for name in ("spacing", "patch") if name in overrides}
+        plan = planner.make_plan(description, merged, memory_gb=options.memory_gb, **sizes)
+        if "patch" in overrides and plan.patch != changed.patch:
             raise ConfigError(
-                f"plan.patch: {list(changed.patch)} cannot be halved as often as the network does it",
-                fix=f"Take {list(plan.patch)}",
+                f"plan.patch: {list(changed.patch)} cannot be halved as often as the network needs",
+                fix=f"Use {list(plan.patch)}",
             )
-        changed = _changed(plan, given)
+        changed = _override_plan(plan, overrides)
     if len(changed.normalisation) != len(description.channels):
         raise ConfigError(
-            f"plan.normalisation: {len(changed.normalisation)} for {len(description.channels)} channels: "
+            f"plan.normalisation: {len(changed.normalisation)} entries for {len(description.channels)} channels; "
             "this plan was made for another dataset"
         )
     return changed
 
 
-def _changed(plan: Plan, given: Mapping[str, Any]) -> Plan:
-    """`plan` with the given fields."""
-    own = settings.plain(plan)
-    if isinstance(network := given.get("network"), Mapping):
-        given = {**given, "network": {**own["network"], **network}}
+def _override_plan(plan: Plan, overrides: Mapping[str, Any]) -> Plan:
+    """Return `plan` with some fields replaced."""
+    values = settings.to_plain(plan)
+    if isinstance(network := overrides.get("network"), Mapping):
+        overrides = {**overrides, "network": {**values["network"], **network}}
     try:
-        changed = settings.build(Plan, {**own, **given})
+        changed = settings.build(Plan, {**values, **overrides})
     except ConfigError as error:
         raise ConfigError(f"plan.{error}") from None
     if changed.recipe != plan.recipe:
         raise ConfigError(
-            f"plan.recipe: {changed.recipe!r} in a plan that is made by {plan.recipe!r}",
-            fix=f"Set recipe={changed.recipe}, or leave plan.recipe out",
+            f"plan.recipe: {changed.recipe!r} does not match recipe={plan.recipe}",
+            fix=f"Set recipe={changed.recipe}, or omit plan.recipe",
         )
     return changed
 
 
-def _decides(plan: Plan) -> dict[str, Any]:
-    """The part of a plan that the prepared volumes depend on."""
-    own = settings.plain(plan)
-    return {name: own[name] for name in ("recipe", "spacing", "normalisation", "patch", "pad_to_patch")}
-
-
-def _refuse_another(source: SourceDataset, dst: str, config: StoreConfig | None) -> None:
-    """Raise when `dst` holds what was prepared from other scans: runs may be using it."""
+def _check_destination(source: SourceDataset, dst: str, config: StoreConfig | None) -> None:
+    """Raise if `dst` holds a dataset prepared from other scans, because runs may be using it."""
     try:
-        there = Prepared.load(dst, config)
+        existing = Prepared.load(dst, config)
     except PreparedError:
-        return  # nothing whole is there
-    if there.source["uri"].rstrip("/") != source.root.rstrip("/"):
+        return  # no complete dataset
+    if existing.source["uri"].rstrip("/") != source.root.rstrip("/"):
         raise PreparedError(
-            f"{there.description.name}, prepared from {there.source['uri']}, is here",
-            uri=there.uri,
+            f"DST already holds {existing.description.name}, prepared from {existing.source['uri']}",
+            uri=existing.uri,
             fix="Choose another DST, or delete this one first",
         )
 
 
-def _refuse(bad: set[str], problems: list[Problem], source: SourceDataset, how: PrepareConfig) -> None:
-    """Raise unless the good cases are enough."""
-    if not bad:
+def _check_usable(bad: set[str], problems: list[CaseProblem], source: SourceDataset, options: PrepareConfig) -> None:
+    """Raise if cases are bad and are not to be excluded, or if all are bad."""
+    all_bad = len(bad) == len(source.cases)
+    if not bad or (options.bad_cases == "exclude" and not all_bad):
         return
-    if how.bad_cases == "fail" or len(bad) == len(source.cases):
-        none = len(bad) == len(source.cases)
-        what = "no case can be used" if none else f"{len(bad)} of {len(source.cases)} cases cannot be used"
-        described = {"label-values", "channels"} & {p.kind for p in problems if p.fatal}
-        advice = ["Mend them"]
-        advice += ["say what they hold with description.labels={...} or description.channels=[...]"] * bool(described)
-        advice += ["leave them out with bad_cases=exclude"] * (not none)
-        raise BadCasesError(f"{what}\n{check.table(problems)}\n{', or '.join(advice)}", uri=source.root)
+    summary = "no case can be used" if all_bad else f"{len(bad)} of {len(source.cases)} cases cannot be used"
+    advice = ["Correct them"]
+    if any(p.fatal and p.kind in ("label-values", "channels") for p in problems):
+        advice.append("describe their content with description.labels={...} or description.channels=[...]")
+    if not all_bad:
+        advice.append("exclude them with bad_cases=exclude")
+    message = f"{summary}\n{case_checks.format_problems(problems)}\n{', or '.join(advice)}"
+    raise BadCasesError(message, uri=source.root)
 
 
-def _versions(source: SourceDataset, case: SourceCase) -> list[str]:
-    """What must not change for a case's notes to hold."""
-    files = [*case.images, *([case.label] if case.label else [])]
-    return [f"{file}@{source.etags.get(file, '')}" for file in files]
-
-
-class _Notes:
-    """What is done already: small objects below `DST/work`, one a case and pass, named by what they depend on."""
+class _CompletedWork:
+    """Recorded results: small objects below `DST/work`, one per case and pass, named by what they depend on."""
 
     def __init__(self, store: Store, prefix: str) -> None:
         self._store = store
         self._folder = f"{prefix}work/"
-        self._known: set[str] = set()
-        for page in store.list_pages(self._folder):
-            self._known.update(page.column("path").to_pylist())
+        pages = store.list_pages(self._folder)
+        self._keys = {key for page in pages for key in page.column("path").to_pylist()}
 
     def key(self, stage: str, case: str, *depends: Any) -> str:
-        """Where the note of a case is."""
+        """Return the key of the record of a case."""
         digest = hashlib.sha256(json.dumps([VERSION, depends], sort_keys=True).encode()).hexdigest()[:16]
         return f"{self._folder}{stage}/{uris.quote(case)}-{digest}.json"
 
-    def known(
-        self, tasks: Mapping[str, _Task], holds: Callable[[str, Any], bool] = lambda name, note: True
+    def read(
+        self, tasks: Mapping[str, _Task], is_valid: Callable[[str, Any], bool] = lambda name, result: True
     ) -> dict[str, dict[str, Any]]:
-        """The notes of the cases that are done, fetched together, as far as they still hold."""
-        asked = {
-            name: self._store.submit(self._store.get, task.done)
+        """Fetch the valid recorded results of the tasks, concurrently."""
+        futures = {
+            name: self._store.submit(self._store.get, task.record_key)
             for name, task in tasks.items()
-            if task.done in self._known
+            if task.record_key in self._keys
         }
-        found = {}
-        for name, future in asked.items():
+        results = {}
+        for name, future in futures.items():
             try:
-                note = json.loads(bytes(future.result()))
-            except ValueError:  # damaged outside our hands: the case is done again
+                result = json.loads(bytes(future.result()))
+            except ValueError:  # a damaged record: the case is processed again
                 continue
-            if holds(name, note):
-                found[name] = note
-        return found
+            if is_valid(name, result):
+                results[name] = result
+        return results
 
     def write(self, key: str, value: Any) -> None:
-        """Note that a case is done."""
+        """Record the result of a case."""
         self._store.put(key, json.dumps(value).encode())
 
 
-class _Volumes:
-    """The objects below `DST/cases` as they are now."""
-
-    def __init__(self, store: Store, prefix: str) -> None:
-        self._prefix = prefix
-        self._found: dict[str, dict[str, tuple[int, str]]] = {}
-        root = f"{prefix}cases/"
-        for page in store.list_pages(root):
-            for key, size, etag in zip(*(page.column(c).to_pylist() for c in ("path", "size", "e_tag")), strict=True):
-                case, _, name = key[len(root) :].partition("/")
-                self._found.setdefault(root + case, {})[name] = size, _bare(etag)
-
-    def has(self, case: str) -> bool:
-        """Whether anything of a case is there."""
-        return case_key(self._prefix, case) in self._found
-
-    def holds(self, case: str, note: Any) -> bool:
-        """Whether a case is there as its note says, every object in the version that was written."""
-        objects = self._found.get(case_key(self._prefix, case), {})
-        return "zarr.json" in objects and all(
-            objects.get(name) == (size, _bare(etag)) for name, size, etag in note["objects"]
-        )
-
-
-def _bare(etag: str | None) -> str:
-    return (etag or "").strip('"')
+def _list_volumes(store: Store, prefix: str) -> dict[str, dict[str, tuple[int, str | None]]]:
+    """Return size and version of the current objects below `DST/cases`, by the key of their case and their name."""
+    root = f"{prefix}cases/"
+    volumes: dict[str, dict[str, tuple[int, str | None]]] = {}
+    for page in store.list_pages(root):
+        for key, size, etag in zip(*(page.column(c).to_pylist() for c in ("path", "size", "e_tag")), strict=True):
+            case, _, name = key[len(root) :].partition("/")
+            volumes.setdefault(root + case, {})[name] = size, strip_quotes(etag)
+    return volumes
 
 
 class _Workers:
-    """Processes that work on cases; with one, the work is done here."""
+    """Worker processes for cases; a single worker is this process."""
 
     def __init__(self, count: int, progress: bool | None) -> None:
         self._count = count or os.cpu_count() or 1
@@ -426,23 +397,19 @@ class _Workers:
         self,
         work: Callable[[_Task], dict[str, Any]],
         tasks: Mapping[str, _Task],
-        known: Mapping[str, Any],
-        notes: _Notes,
-        what: str,
+        known_results: Mapping[str, Any],
+        completed: _CompletedWork,
+        title: str,
     ) -> dict[str, dict[str, Any]]:
-        """What `work` gives for every case that is not known; each is noted as soon as it is done."""
+        """Return the result of `work` for every case without a known result, and record each immediately."""
         results = {}
-        bar = tqdm(total=len(tasks), initial=len(known), desc=what, unit="case", disable=self._hidden())
-        with bar:
-            for name, result in self._results(work, {n: task for n, task in tasks.items() if n not in known}):
-                notes.write(tasks[name].done, result)
+        disable = None if self._progress is None else not self._progress
+        with tqdm(total=len(tasks), initial=len(known_results), desc=title, unit="case", disable=disable) as bar:
+            for name, result in self._results(work, {n: task for n, task in tasks.items() if n not in known_results}):
+                completed.write(tasks[name].record_key, result)
                 results[name] = result
                 bar.update()
         return results
-
-    def _hidden(self) -> bool | None:
-        """As tqdm takes it: None shows a bar on a terminal only."""
-        return None if self._progress is None else not self._progress
 
     def _results(
         self, work: Callable[[_Task], dict[str, Any]], tasks: Mapping[str, _Task]
@@ -452,30 +419,46 @@ class _Workers:
                 yield name, work(task)
             return
         if self._pool is None:
-            # Not forked: what this process has opened would not survive that.
+            # Spawned, not forked, because this process's connections would not survive a fork.
             self._pool = ProcessPoolExecutor(
-                min(self._count, len(tasks)), multiprocessing.get_context("spawn"), _enter_worker
+                min(self._count, len(tasks)), multiprocessing.get_context("spawn"), _init_worker
             )
         names: dict[Future[dict[str, Any]], str] = {}
         try:
             names.update((self._pool.submit(work, task), name) for name, task in tasks.items())
-            for future in as_completed(names):
-                yield names[future], future.result()
-        except (BrokenProcessPool, BrokenPipeError):  # the latter when one dies before it has begun
+            running = set(names)
+            while running:
+                done, running = wait(running, timeout=_CHECK_WORKERS_S, return_when=FIRST_COMPLETED)
+                for future in done:
+                    yield names[future], future.result()
+                if not done:
+                    _break_stuck_pool(self._pool)
+        except (BrokenProcessPool, BrokenPipeError):  # the latter if a worker dies during its start
             raise PreparedError(
-                "a worker process was killed, most likely for want of memory",
-                fix=f"Run the same command with fewer workers (workers={max(1, self._count // 2)}): it goes on",
+                "a worker process was killed, most likely because memory ran out",
+                fix=f"Run the same command with fewer workers (workers={max(1, self._count // 2)}); it will resume",
             ) from None
         finally:
             for future in names:
                 future.cancel()
 
 
-def _enter_worker() -> None:
-    """Each worker is one of many: no threads of its own."""
+def _break_stuck_pool(pool: Any) -> None:
+    """Let a pool notice a worker that was killed while it sent a result. The pool would wait for the rest of the result
+    for ever, because it holds the other end of the pipe too (seen with CPython 3.11); it offers no public way out."""
+    workers = list(pool._processes.values())
+    if all(worker.is_alive() for worker in workers):
+        return
+    for worker in workers:
+        worker.kill()
+    pool._result_queue._writer.close()
+
+
+def _init_worker() -> None:
+    """Limit a worker to one thread, because there is one worker per core."""
     import signal
 
     import torch
 
     torch.set_num_threads(1)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's, which says so once
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C

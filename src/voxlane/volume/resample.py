@@ -1,14 +1,15 @@
-"""Scans, labels and probabilities from one voxel grid to another, as nnU-Net (the default) or MLPerf resample them.
+"""Resampling of scans, labels and probabilities to another voxel grid, as nnU-Net (the default) or MLPerf do.
 
-Resizing along one axis is a matrix, the same for every line of the volume, so a volume is resized by one product an
-axis. A cubic spline's matrix is nearly banded: an input voxel's weight falls by 0.27 with each voxel of distance, so
-blocks of output rows need few input columns.
+Resizing along one axis applies the same matrix to every line of the volume, so each axis takes one matrix product. The
+matrix of a cubic spline is nearly banded: the weight of an input voxel falls by a factor of 0.27 with each voxel of
+distance, so a block of output rows needs few input columns.
 
-Arrays are (C, Z, Y, X) or (Z, Y, X); spacings are millimetres (z, y, x). scipy is needed for cubic splines.
+Arrays are (C, Z, Y, X) or (Z, Y, X); spacings are millimetres (z, y, x). Cubic splines need scipy.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import numpy as np
@@ -21,28 +22,29 @@ Array = NDArray[Any]
 Method = Literal["nnunet", "mlperf"]
 
 ANISOTROPIC = 3.0
-"""A grid whose coarsest spacing is more than this many times its finest is not interpolated along its coarse axis."""
-_PAD = 12
-"""Voxels an axis is extended by before the spline is fitted, as scipy does for edges that repeat."""
+"""Ratio of coarsest to finest spacing above which a grid is not interpolated along its coarse axis."""
+_SPLINE_PADDING = 12
+"""Voxels by which an axis is extended before fitting the spline, as in scipy for repeated edges."""
 _NEGLIGIBLE = 1e-8
-"""Weights of the spline's matrix below this are left out; single precision rounds away more."""
-_TIED = 1e-5
-"""Labels whose scores differ by less are tied; single precision cannot tell them apart."""
-_ROWS = 64
-"""Output voxels computed by one product."""
+"""Spline weights below this are dropped; single precision rounds away more."""
+_TIE_TOLERANCE = 1e-5
+"""Labels whose scores differ by less are tied, because single precision cannot distinguish them."""
+_BLOCK_ROWS = 64
+"""Output voxels computed by one matrix product."""
 
 
-def new_shape(
+def compute_new_shape(
     shape: tuple[int, ...], spacing: tuple[float, ...], target: tuple[float, ...], method: Method = "nnunet"
 ) -> Triple:
-    """Voxels (z, y, x) that cover what `shape` covers, at `target` spacing; rounded, by MLPerf cut off; 1 at least."""
+    """Return the voxels (z, y, x) that cover `shape` at `target` spacing: rounded, or truncated by MLPerf; at least
+    1."""
     sizes = [old / new * n for n, old, new in zip(shape, spacing, target, strict=True)]
     z, y, x = (max(1, int(s) if method == "mlperf" else round(s)) for s in sizes)
     return z, y, x
 
 
-def coarse_axis(spacing: tuple[float, ...], target: tuple[float, ...]) -> int | None:
-    """The axis not to interpolate along: the coarse one of an anisotropic scan, or of the grid it goes to."""
+def find_coarse_axis(spacing: tuple[float, ...], target: tuple[float, ...]) -> int | None:
+    """Return the axis to exclude from interpolation: the coarse axis of an anisotropic scan or target grid, if any."""
     for grid in (spacing, target):
         if max(grid) / min(grid) > ANISOTROPIC:
             coarse = [axis for axis, mm in enumerate(grid) if mm == max(grid)]
@@ -53,51 +55,52 @@ def coarse_axis(spacing: tuple[float, ...], target: tuple[float, ...]) -> int | 
 def to_spacing(
     image: Array, spacing: tuple[float, ...], target: tuple[float, ...], method: Method = "nnunet"
 ) -> NDArray[np.float32]:
-    """`image` (C, Z, Y, X) at `target` spacing.
+    """Resample `image` (C, Z, Y, X) to `target` spacing.
 
-    nnunet: cubic splines whose edges repeat, clipped to the image's range; where the scan or the target grid is
-    anisotropic, splines within the slices and the nearest slice across. mlperf: trilinear with corner voxels aligned,
-    which is what the reference of that benchmark does.
+    nnunet: cubic splines with repeated edges, clipped to the image's range; if the scan or the target grid is
+    anisotropic, splines within slices and the nearest slice across them. mlperf: trilinear with aligned corner voxels,
+    like the reference implementation of that benchmark.
     """
-    shape = new_shape(image.shape[1:], spacing, target, method)
+    shape = compute_new_shape(image.shape[1:], spacing, target, method)
     if method == "mlperf":
         source = torch.from_numpy(np.ascontiguousarray(image, np.float32))[None]
         resized: NDArray[np.float32] = _interpolate(source, shape, mode="trilinear", align_corners=True)[0].numpy()
         return resized
-    return to_shape(image, shape, nearest_axis=coarse_axis(spacing, target))
+    return to_shape(image, shape, nearest_axis=find_coarse_axis(spacing, target))
 
 
 def to_shape(image: Array, shape: Triple, *, nearest_axis: int | None = None) -> NDArray[np.float32]:
-    """`image` (C, Z, Y, X) over the same extent with `shape` voxels: cubic splines, along `nearest_axis` the nearest
-    voxel. The result lies within the range of each channel, or of each slice across `nearest_axis`.
+    """Resize `image` (C, Z, Y, X) to `shape` by cubic splines, with the nearest voxel along `nearest_axis`.
 
-    Needs the result and, at the same time, up to twice one channel of the larger grid in float32.
+    Values stay within the range of each channel, or of each slice across `nearest_axis`. Memory: the result and up to
+    two channels of the larger grid in float32.
     """
     if image.shape[1:] == tuple(shape):
         return np.asarray(image, np.float32)
     result = np.empty((image.shape[0], *shape), np.float32)
     for volume, resized in zip(image, result, strict=True):
-        resized[...] = _splines(np.ascontiguousarray(volume, np.float32), shape, nearest_axis)
+        resized[...] = _resize_splines(np.ascontiguousarray(volume, np.float32), shape, nearest_axis)
     return result
 
 
 def label_to_spacing(
     label: NDArray[np.uint8], spacing: tuple[float, ...], target: tuple[float, ...], method: Method = "nnunet"
 ) -> NDArray[np.uint8]:
-    """`label` (Z, Y, X) at `target` spacing; nnunet: as label_to_shape does, mlperf: the nearest voxel."""
-    shape = new_shape(label.shape, spacing, target, method)
+    """Resample `label` (Z, Y, X) to `target` spacing; nnunet: like label_to_shape, mlperf: the nearest voxel."""
+    shape = compute_new_shape(label.shape, spacing, target, method)
     if method == "mlperf":
         source = torch.from_numpy(np.ascontiguousarray(label))[None, None]
         resized: NDArray[np.uint8] = _interpolate(source, shape, mode="nearest")[0, 0].numpy()
         return resized
-    return label_to_shape(label, shape, nearest_axis=coarse_axis(spacing, target))
+    return label_to_shape(label, shape, nearest_axis=find_coarse_axis(spacing, target))
 
 
 def label_to_shape(label: NDArray[np.uint8], shape: Triple, *, nearest_axis: int | None = None) -> NDArray[np.uint8]:
-    """`label` (Z, Y, X) over the same extent with `shape` voxels: each value's mask is interpolated linearly (along
-    `nearest_axis`: the nearest voxel) and the value with the most wins, the nearest voxel's where several have that.
+    """Resize `label` (Z, Y, X) to `shape`: interpolate each value's mask linearly (by the nearest voxel along
+    `nearest_axis`) and take the value with the highest score; ties go to the nearest voxel's value.
 
-    One value at a time, and only the box around the foreground: about 24 bytes a voxel of that box, beside the result.
+    Works on one value at a time and only in the box around the foreground, with about 24 bytes per voxel of that box
+    besides the result.
     """
     if label.shape == tuple(shape):
         return label
@@ -105,108 +108,109 @@ def label_to_shape(label: NDArray[np.uint8], shape: Triple, *, nearest_axis: int
     values = (np.flatnonzero(np.bincount(label.reshape(-1), minlength=1)[1:]) + 1).astype(np.uint8)
     if not len(values):
         return result
-    matrices = []
-    nearest = []
-    region = []
-    inside = []
+    matrices, nearest, region, inside = [], [], [], []
     for axis, (old, new) in enumerate(zip(label.shape, shape, strict=True)):
         others = tuple(a for a in range(3) if a != axis)
-        used = np.flatnonzero((label != 0).any(axis=others))
-        columns = slice(int(used[0]), int(used[-1]) + 1)
+        used_columns = np.flatnonzero((label != 0).any(axis=others))
+        columns = slice(int(used_columns[0]), int(used_columns[-1]) + 1)
         matrix = _nearest_matrix(old, new) if axis == nearest_axis else _linear_matrix(old, new)
         rows = np.flatnonzero((matrix[:, columns] != 0).any(axis=1))
         if not len(rows):
             return result
-        wanted = slice(int(rows[0]), int(rows[-1]) + 1)
-        region.append(wanted)
+        row_range = slice(int(rows[0]), int(rows[-1]) + 1)
+        region.append(row_range)
         inside.append(columns)
-        matrices.append(np.ascontiguousarray(matrix[wanted, columns], np.float32))
-        nearest.append(_nearest_voxels(old, new)[wanted])
-    result[tuple(region)] = _strongest(label[tuple(inside)], label[np.ix_(*nearest)], values, matrices)
+        matrices.append(np.ascontiguousarray(matrix[row_range, columns], np.float32))
+        nearest.append(_nearest_voxels(old, new)[row_range])
+    result[tuple(region)] = _vote_labels(label[tuple(inside)], label[np.ix_(*nearest)], values, matrices)
     return result
 
 
-def probabilities_back(probabilities: torch.Tensor, shape: Triple, *, nearest_axis: int | None = None) -> torch.Tensor:
-    """`probabilities` (C, Z, Y, X) over the same extent with `shape` voxels: trilinear, corners not aligned; along
-    `nearest_axis` the nearest voxel, as nnU-Net does for anisotropic scans.
+def restore_probabilities(
+    probabilities: torch.Tensor, shape: Triple, *, nearest_axis: int | None = None
+) -> torch.Tensor:
+    """Resize `probabilities` (C, Z, Y, X) to `shape`: trilinear without aligned corners, and by the nearest voxel along
+    `nearest_axis`, as nnU-Net does for anisotropic scans.
 
-    On their device and in their dtype, one channel at a time: needs the result and one channel more.
+    Keeps device and dtype and works on one channel at a time; memory: the result and one channel.
     """
     if probabilities.shape[1:] == torch.Size(shape):
         return probabilities
     result = probabilities.new_empty((probabilities.shape[0], *shape))
-    between = list(shape)
-    chosen = None
+    intermediate_shape = list(shape)
+    nearest_slices = None
     if nearest_axis is not None:
         old = probabilities.shape[1 + nearest_axis]
-        chosen = torch.from_numpy(_nearest_voxels(old, shape[nearest_axis])).to(probabilities.device)
-        between[nearest_axis] = old
+        nearest_slices = torch.from_numpy(_nearest_voxels(old, shape[nearest_axis])).to(probabilities.device)
+        intermediate_shape[nearest_axis] = old
     for channel, resized in zip(probabilities, result, strict=True):
-        plane = _interpolate(channel[None, None], tuple(between), mode="trilinear", align_corners=False)[0, 0]
-        resized.copy_(plane if chosen is None or nearest_axis is None else plane.index_select(nearest_axis, chosen))
+        volume = _interpolate(channel[None, None], intermediate_shape, mode="trilinear", align_corners=False)[0, 0]
+        if nearest_slices is not None and nearest_axis is not None:
+            volume = volume.index_select(nearest_axis, nearest_slices)
+        resized.copy_(volume)
     return result
 
 
-def _interpolate(volume: torch.Tensor, shape: tuple[int, ...], **how: Any) -> torch.Tensor:
-    return torch.nn.functional.interpolate(volume, size=shape, **how)
+def _interpolate(volume: torch.Tensor, shape: Sequence[int], **options: Any) -> torch.Tensor:
+    return torch.nn.functional.interpolate(volume, size=shape, **options)
 
 
-def _splines(volume: NDArray[np.float32], shape: Triple, nearest_axis: int | None) -> NDArray[np.float32]:
-    """One channel of to_shape."""
-    chosen = None
+def _resize_splines(volume: NDArray[np.float32], shape: Triple, nearest_axis: int | None) -> NDArray[np.float32]:
+    """Resize one channel for `to_shape`."""
+    nearest_slices = None
     if nearest_axis is not None and volume.shape[nearest_axis] != shape[nearest_axis]:
-        chosen = _nearest_voxels(volume.shape[nearest_axis], shape[nearest_axis])
-        if len(chosen) < volume.shape[nearest_axis]:
-            # Slices that nobody will see need not be resized.
-            volume = np.take(volume, chosen, axis=nearest_axis)
-            chosen = None
-    within = tuple(axis for axis in range(3) if axis != nearest_axis) if nearest_axis is not None else (0, 1, 2)
+        nearest_slices = _nearest_voxels(volume.shape[nearest_axis], shape[nearest_axis])
+        if len(nearest_slices) < volume.shape[nearest_axis]:
+            # Slices that are not selected need not be resized.
+            volume = np.take(volume, nearest_slices, axis=nearest_axis)
+            nearest_slices = None
+    within = tuple(axis for axis in range(3) if axis != nearest_axis)
     low = volume.min(axis=within, keepdims=True)
     high = volume.max(axis=within, keepdims=True)
-    # Shrinking first leaves less to do for the axes after.
+    # Shrinking first leaves less work for the remaining axes.
     for axis in sorted(within, key=lambda a: shape[a] / volume.shape[a]):
         if volume.shape[axis] != shape[axis]:
-            volume = _along(volume, _spline_matrix(volume.shape[axis], shape[axis]), axis)
+            volume = _apply_matrix(volume, _spline_matrix(volume.shape[axis], shape[axis]), axis)
     np.clip(volume, low, high, out=volume)
-    return volume if chosen is None or nearest_axis is None else np.take(volume, chosen, axis=nearest_axis)
+    return volume if nearest_slices is None else np.take(volume, nearest_slices, axis=nearest_axis)
 
 
-def _strongest(
+def _vote_labels(
     label: NDArray[np.uint8], nearest: NDArray[np.uint8], values: Array, matrices: list[NDArray[np.float32]]
 ) -> NDArray[np.uint8]:
-    """The value with the highest interpolated mask, at each voxel of `nearest`, which holds what wins a tie."""
+    """Return the value with the highest interpolated mask at each voxel; `nearest` holds the winner of ties."""
     background = np.ones(nearest.shape, np.float32)
     best = np.zeros(nearest.shape, np.float32)
     winner = np.zeros(nearest.shape, np.uint8)
-    of_nearest = np.zeros(nearest.shape, np.float32)
+    nearest_score = np.zeros(nearest.shape, np.float32)
     for value in values:
         score = (label == value).astype(np.float32)
         for axis, matrix in enumerate(matrices):
-            score = _along(score, matrix, axis)
+            score = _apply_matrix(score, matrix, axis)
         background -= score
         np.copyto(winner, value, where=score > best)
-        np.copyto(of_nearest, score, where=nearest == value)
+        np.copyto(nearest_score, score, where=nearest == value)
         np.maximum(best, score, out=best)
-    # The masks of all values sum to one, so that background's, the largest of all to interpolate, is what they leave.
+    # All masks sum to one, so background, the most expensive to interpolate, is the remainder.
     np.copyto(winner, 0, where=background >= best)
-    np.copyto(of_nearest, background, where=nearest == 0)
+    np.copyto(nearest_score, background, where=nearest == 0)
     np.maximum(best, background, out=best)
-    np.copyto(winner, nearest, where=of_nearest >= best - _TIED)
+    np.copyto(winner, nearest, where=nearest_score >= best - _TIE_TOLERANCE)
     return winner
 
 
-def _along(volume: NDArray[np.float32], matrix: NDArray[np.float32], axis: int) -> NDArray[np.float32]:
-    """`matrix` (out, in) applied to every line of `volume` along `axis`, block by block of its band."""
+def _apply_matrix(volume: NDArray[np.float32], matrix: NDArray[np.float32], axis: int) -> NDArray[np.float32]:
+    """Apply `matrix` (out, in) to every line of `volume` along `axis`, block by block of its band."""
     before, size, after = int(np.prod(volume.shape[:axis])), volume.shape[axis], int(np.prod(volume.shape[axis + 1 :]))
     lines = volume.reshape((before, size) if after == 1 else (before, size, after))
     shape = (*volume.shape[:axis], matrix.shape[0], *volume.shape[axis + 1 :])
     result = np.empty((before, matrix.shape[0], *lines.shape[2:]), np.float32)
-    for start in range(0, matrix.shape[0], _ROWS):
-        rows = matrix[start : start + _ROWS]
-        used = np.flatnonzero((rows != 0).any(axis=0))
-        columns = slice(int(used[0]), int(used[-1]) + 1) if len(used) else slice(0, 1)
+    for start in range(0, matrix.shape[0], _BLOCK_ROWS):
+        rows = matrix[start : start + _BLOCK_ROWS]
+        used_columns = np.flatnonzero((rows != 0).any(axis=0))
+        columns = slice(int(used_columns[0]), int(used_columns[-1]) + 1) if len(used_columns) else slice(0, 1)
         weights = rows[:, columns]
-        part = result[:, start : start + _ROWS]
+        part = result[:, start : start + _BLOCK_ROWS]
         if after == 1:
             np.matmul(lines[:, columns], weights.T, out=part)
         else:
@@ -215,12 +219,12 @@ def _along(volume: NDArray[np.float32], matrix: NDArray[np.float32], axis: int) 
 
 
 def _positions(old: int, new: int) -> NDArray[np.float64]:
-    """Where the centres of `new` voxels lie among `old` ones over the same extent, in voxels from the first centre."""
+    """Return the centres of `new` voxels in units of `old` voxels over the same extent, from the first old centre."""
     return (np.arange(new, dtype=np.float64) + 0.5) * (old / new) - 0.5
 
 
 def _nearest_voxels(old: int, new: int) -> NDArray[np.int64]:
-    """The voxel that each new one takes."""
+    """Return the index of the old voxel nearest to each new one."""
     return np.clip(np.floor(_positions(old, new) + 0.5), 0, old - 1).astype(np.int64)
 
 
@@ -231,29 +235,29 @@ def _nearest_matrix(old: int, new: int) -> NDArray[np.float32]:
 
 
 def _linear_matrix(old: int, new: int) -> NDArray[np.float32]:
-    at = np.clip(_positions(old, new), 0, old - 1)
-    first = np.minimum(np.floor(at).astype(np.int64), max(0, old - 2))
+    positions = np.clip(_positions(old, new), 0, old - 1)
+    first = np.minimum(np.floor(positions).astype(np.int64), max(0, old - 2))
     matrix = np.zeros((new, old), np.float64)
     rows = np.arange(new)
-    matrix[rows, np.minimum(first + 1, old - 1)] += at - first
-    matrix[rows, first] += 1 - (at - first)
+    matrix[rows, np.minimum(first + 1, old - 1)] += positions - first
+    matrix[rows, first] += 1 - (positions - first)
     return matrix.astype(np.float32)
 
 
 def _spline_matrix(old: int, new: int) -> NDArray[np.float32]:
-    """What scipy.ndimage.zoom(order=3, mode="nearest", grid_mode=True) does to a line."""
+    """Return the matrix by which scipy.ndimage.zoom(order=3, mode="nearest", grid_mode=True) transforms a line."""
     from scipy.ndimage import spline_filter1d
 
-    unit = np.pad(np.eye(old), ((_PAD, _PAD), (0, 0)), mode="edge")
+    unit = np.pad(np.eye(old), ((_SPLINE_PADDING, _SPLINE_PADDING), (0, 0)), mode="edge")
     coefficients = spline_filter1d(unit, order=3, axis=0, mode="nearest")
-    at = _positions(old, new) + _PAD
-    whole = np.floor(at).astype(np.int64)
-    t = (at - whole)[:, None]
+    positions = _positions(old, new) + _SPLINE_PADDING
+    index = np.floor(positions).astype(np.int64)
+    t = (positions - index)[:, None]
     matrix = (
-        (1 - t) ** 3 / 6 * coefficients[whole - 1]
-        + (4 - 6 * t**2 + 3 * t**3) / 6 * coefficients[whole]
-        + (1 + 3 * t + 3 * t**2 - 3 * t**3) / 6 * coefficients[whole + 1]
-        + t**3 / 6 * coefficients[whole + 2]
+        (1 - t) ** 3 / 6 * coefficients[index - 1]
+        + (4 - 6 * t**2 + 3 * t**3) / 6 * coefficients[index]
+        + (1 + 3 * t + 3 * t**2 - 3 * t**3) / 6 * coefficients[index + 1]
+        + t**3 / 6 * coefficients[index + 2]
     )
     matrix[np.abs(matrix) < _NEGLIGIBLE] = 0
     result: NDArray[np.float32] = matrix.astype(np.float32)

@@ -1,5 +1,5 @@
-"""The names of Google's Dataflux connector (gcs-torch-dataflux), thin over voxlane's own classes.
+"""The API of Google's Dataflux connector (gcs-torch-dataflux), as a thin layer over voxlane's own classes.
 
-Change `from dataflux_pytorch import ...` to `from voxlane.compat.dataflux import ...` and run. docs/from-dataflux.md
-shows the move to voxlane's own names, line by line.
+Change `from dataflux_pytorch import ...` to `from voxlane.compat.dataflux import ...`. docs/from-dataflux.md shows how
+to move to voxlane's own API, line by line.
 """

@@ -1,4 +1,4 @@
-"""Dataflux's Config and storage clients, in voxlane's terms."""
+"""Dataflux's Config and storage clients, translated to voxlane's."""
 
 from __future__ import annotations
 
@@ -13,22 +13,25 @@ from voxlane.store import RetryConfig, StoreConfig
 
 @dataclass
 class Config:
-    """Dataflux's settings. Listing is always parallel and sorted here, downloads always concurrent and composed
-    download follows voxlane's measurements, so `sort_listing_results`, `num_processes`, `threads_per_process` and
-    `max_listing_retries` are taken and change nothing."""
+    """Dataflux's settings.
+
+    Listing is always parallel and sorted, downloads are always concurrent and composed download follows voxlane's
+    measurements, so `sort_listing_results`, `num_processes`, `threads_per_process` and `max_listing_retries` are
+    accepted and ignored.
+    """
 
     sort_listing_results: bool = False
     max_composite_object_size: int = 100_000_000
-    """Largest joined object in bytes; 0 turns composed download off."""
+    """Maximum size of a joined object in bytes; 0 disables composed download."""
     num_processes: int | None = os.cpu_count()
     prefix: str | None = None
     max_listing_retries: int = 3
     threads_per_process: int = 1
     disable_compose: bool = False
     list_retry_config: Any = None
-    """A google.api_core Retry."""
+    """A google.api_core Retry, used if `download_retry_config` is not set."""
     download_retry_config: Any = None
-    """A google.api_core Retry; used for listing too, unless only `list_retry_config` is given."""
+    """A google.api_core Retry, also used for listing."""
 
     def __post_init__(self) -> None:
         if self.disable_compose:
@@ -36,26 +39,28 @@ class Config:
 
 
 class ClientCredentials:
-    """Tokens from a google-cloud-storage client's credentials, refreshed when they expire."""
+    """Provides tokens from the credentials of a google-cloud-storage client and refreshes them when they expire."""
 
     def __init__(self, credentials: Any) -> None:
         self._credentials = credentials
 
     def __call__(self) -> Mapping[str, Any]:
-        """A token and the time it expires."""
+        """Return a token and the time at which it expires."""
         from google.auth.transport.requests import Request
 
         if not self._credentials.valid:
             self._credentials.refresh(Request())
         expiry = self._credentials.expiry
-        return {
-            "token": self._credentials.token,
-            "expires_at": None if expiry is None else expiry.replace(tzinfo=UTC),
-        }
+        return {"token": self._credentials.token, "expires_at": None if expiry is None else expiry.replace(tzinfo=UTC)}
+
+
+def client_config(storage_client: Any) -> StoreConfig | None:
+    """Return a StoreConfig with the storage client's endpoint and credentials, or None without a client."""
+    return store_config(Config(), storage_client) if storage_client is not None else None
 
 
 def store_config(config: Config, storage_client: Any) -> StoreConfig:
-    """How to reach the bucket as the storage client would, with the config's retries."""
+    """Return a StoreConfig with the storage client's endpoint and credentials and the config's retries."""
     fields: dict[str, Any] = {}
     retry = config.download_retry_config or config.list_retry_config
     if retry is not None:

@@ -1,4 +1,4 @@
-"""`dataflux_pytorch.dataflux_iterable_dataset`, over `voxlane.IterableDataset`."""
+"""`dataflux_pytorch.dataflux_iterable_dataset`, based on `voxlane.IterableDataset`."""
 
 from voxlane.compat.dataflux.config import Config
 from voxlane.compat.dataflux.dataset import DatafluxDataset
@@ -8,4 +8,4 @@ __all__ = ["Config", "DataFluxIterableDataset"]
 
 
 class DataFluxIterableDataset(DatafluxDataset, IterableDataset):
-    """Dataflux's iterable-style dataset; `project_name` is taken and not needed."""
+    """Dataflux's iterable-style dataset; `project_name` is accepted and ignored."""

@@ -1,4 +1,4 @@
-"""`dataflux_pytorch.dataflux_mapstyle_dataset`, over `voxlane.MapDataset`."""
+"""`dataflux_pytorch.dataflux_mapstyle_dataset`, based on `voxlane.MapDataset`."""
 
 from voxlane.compat.dataflux.config import Config
 from voxlane.compat.dataflux.dataset import DatafluxDataset
@@ -8,4 +8,4 @@ __all__ = ["Config", "DataFluxMapStyleDataset"]
 
 
 class DataFluxMapStyleDataset(DatafluxDataset, MapDataset):
-    """Dataflux's map-style dataset; `project_name` is taken and not needed."""
+    """Dataflux's map-style dataset; `project_name` is accepted and ignored."""

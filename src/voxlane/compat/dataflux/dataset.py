@@ -1,4 +1,4 @@
-"""What Dataflux's two datasets share."""
+"""Base of Dataflux's two datasets."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from functools import cached_property
 from typing import Any
 
 from voxlane.compat.dataflux.config import Config, store_config
-from voxlane.dataset.samples import Samples, Source
+from voxlane.dataset.samples import Samples, SampleSource
 
 
 class DatafluxDataset:
-    """Dataflux's constructor and `objects`, before one of voxlane's datasets in a class's bases."""
+    """Dataflux's constructor and `objects`; a mixin that precedes one of voxlane's datasets in the bases of a class."""
 
     samples: Samples
 
@@ -25,17 +25,14 @@ class DatafluxDataset:
     ) -> None:
         self.project_name, self.bucket_name = project_name, bucket_name
         config = config or Config()
-        source = Source(
+        source = SampleSource(
             f"gs://{bucket_name}/{config.prefix or ''}",
             decode=data_format_fn,
-            match=None,
             config=store_config(config, storage_client),
-            cache=None,
-            cache_bytes=0,
             compose="auto" if config.max_composite_object_size else "off",
             compose_max_bytes=config.max_composite_object_size,
         )
-        super().__init__(Samples(source))  # type: ignore[call-arg]  # the dataset that stands behind in the bases
+        super().__init__(Samples(source))  # type: ignore[call-arg]  # the constructor of voxlane's dataset
 
     @cached_property
     def objects(self) -> list[tuple[str, int]]:

@@ -1,4 +1,4 @@
-"""`dataflux_pytorch.lightning`, over `voxlane.checkpoint.lightning` and voxlane's distributed checkpoints."""
+"""`dataflux_pytorch.lightning`, based on `voxlane.checkpoint.lightning` and voxlane's distributed checkpoints."""
 
 from voxlane.compat.dataflux.lightning.dataflux_lightning_checkpoint import (
     DatafluxLightningAsyncCheckpoint,

@@ -1,12 +1,12 @@
-"""`dataflux_pytorch.lightning.gcs_filesystem`, over voxlane's distributed writer and reader."""
+"""`dataflux_pytorch.lightning.gcs_filesystem`, based on voxlane's distributed writer and reader."""
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 from voxlane.checkpoint import DistributedReader, DistributedWriter
-from voxlane.compat.dataflux.config import Config, store_config
+from voxlane.compat.dataflux.config import client_config
+from voxlane.uri import StrPath
 
 __all__ = ["GCSDistributedReader", "GCSDistributedWriter"]
 
@@ -17,7 +17,7 @@ class GCSDistributedWriter(DistributedWriter):
 
     def __init__(
         self,
-        path: str | os.PathLike[str],
+        path: StrPath,
         project_name: str | None = None,
         storage_client: Any = None,
         debug: bool = False,
@@ -29,19 +29,13 @@ class GCSDistributedWriter(DistributedWriter):
         per_thread_copy_ahead: int = 10_000_000,
         cache_staged_state_dict: bool = False,
     ) -> None:
-        super().__init__(
-            path, store_config(Config(), storage_client), overwrite=overwrite, files_per_rank=max(1, thread_count)
-        )
+        super().__init__(path, client_config(storage_client), overwrite=overwrite, files_per_rank=max(1, thread_count))
 
 
 class GCSDistributedReader(DistributedReader):
     """Dataflux's StorageReader."""
 
     def __init__(
-        self,
-        path: str | os.PathLike[str],
-        project_name: str | None = None,
-        storage_client: Any = None,
-        debug: bool = False,
+        self, path: StrPath, project_name: str | None = None, storage_client: Any = None, debug: bool = False
     ) -> None:
-        super().__init__(path, store_config(Config(), storage_client))
+        super().__init__(path, client_config(storage_client))

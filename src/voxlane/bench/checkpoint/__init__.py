@@ -1,0 +1,1 @@
+"""Save and load checkpoints of a demo model, by several strategies in turn."""

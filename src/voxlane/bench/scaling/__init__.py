@@ -1,0 +1,1 @@
+"""Train on a growing number of workers and report the efficiency."""

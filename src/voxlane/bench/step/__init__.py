@@ -1,0 +1,1 @@
+"""Time one training step, implemented in several ways, on one device."""

@@ -1,0 +1,335 @@
+"""Flags of a command, made by cyclopts from the records that the command's function takes.
+
+A command is a function with a docstring whose parameters are records (`voxlane.settings.record`):
+
+    @record
+    class ListOptions:
+        uri: Annotated[PathOrUri, ARGUMENT]
+        \"\"\"Bucket and prefix, or a folder.\"\"\"
+        match: tuple[str, ...] = ()
+        \"\"\"List only keys that match this pattern (repeatable); * crosses /.\"\"\"
+        long: Annotated[bool, Flag("-l")] = False
+        \"\"\"Print size and etag before each URI.\"\"\"
+        concurrency: Annotated[int, pydantic.Field(ge=1)] = 64
+        \"\"\"Number of list requests in flight.\"\"\"
+
+    def list_objects(options: ListOptions, store: StoreOptions) -> int:
+        \"\"\"List the objects under a URI, or save them as a manifest.
+
+        More paragraphs of --help, and examples as indented lines.
+        \"\"\"
+
+Each field is one flag: its name with dashes, its type, its default, its docstring as help. A field without a default
+is required. A `bool` is a switch; one whose default is True gets --no-NAME as well. A tuple is a flag that can be
+repeated. A `Literal` has choices. `Flag` in `Annotated` sets everything else. The ClassVar `flag_group` gives the flags
+of a record a heading of their own in --help.
+
+Values of a wrong type, unknown flags and missing arguments raise UsageError (exit status 2). Values that the record
+itself rejects raise ConfigError (exit status 1) with the flag's name.
+
+`voxlane.cli.commands` lists every command with the import path of its function.
+"""
+
+from __future__ import annotations
+
+import inspect
+import typing
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal, get_args, get_origin
+
+import cyclopts
+import cyclopts.exceptions as parsing
+from pydantic_core import PydanticUndefined
+
+from voxlane import settings
+from voxlane.cli.help import did_you_mean, format_rows, format_text, terminal_width
+from voxlane.errors import ConfigError, UsageError
+from voxlane.settings import Flag
+
+_TYPE_ERRORS = ("int_parsing", "float_parsing")
+
+
+@dataclass(frozen=True)
+class Invocation:
+    """A command with its parsed options."""
+
+    name: str
+    """Words of the command after `voxlane`, such as `app deploy`."""
+    function: Callable[..., int]
+    records: dict[str, Any]
+    """Records to call the function with, by parameter name."""
+    paths: frozenset[str]
+    """Values of the flags and arguments that are local paths or URIs."""
+
+    def run(self) -> int:
+        """Run the command and return its exit status."""
+        return self.function(**self.records)
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """Return the option `name` of whichever record has it."""
+        for options in self.records.values():
+            if hasattr(options, name):
+                return getattr(options, name)
+        return default
+
+
+@dataclass(frozen=True)
+class _Option:
+    """One field of one of the function's records."""
+
+    parameter: str
+    name: str
+    field: Any
+    flag: Flag
+    group: str
+
+    @property
+    def key(self) -> str:
+        """Name of the keyword argument that cyclopts passes."""
+        return f"{self.parameter}__{self.name}"
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The long and the short flag, or the word that stands for an argument."""
+        if self.flag.positional:
+            return (self.flag.metavar or self.name.upper(),)
+        long = self.flag.long or f"--{self.name.replace('_', '-')}"
+        return (long, self.flag.short) if self.flag.short else (long,)
+
+    @property
+    def default(self) -> Any:
+        """Value of the field when it is not given, or PydanticUndefined."""
+        return self.field.get_default(call_default_factory=True)
+
+    @property
+    def required(self) -> bool:
+        """Whether it must be given."""
+        return bool(self.field.is_required())
+
+    @property
+    def repeated(self) -> bool:
+        """Whether it takes any number of values."""
+        return get_origin(self.field.annotation) is tuple
+
+    @property
+    def variadic(self) -> bool:
+        """Whether it takes any number of positional words."""
+        return self.flag.positional and self.repeated
+
+    @property
+    def choices(self) -> tuple[str, ...]:
+        """The values of a Literal, also an optional or repeated one."""
+        kinds = settings.nested_types(self.field.annotation)
+        return next((get_args(kind) for kind in kinds if get_origin(kind) is Literal), ())
+
+    @property
+    def negative(self) -> tuple[str, ...]:
+        """Names that switch off a flag whose default is True."""
+        return (f"--no-{self.name.replace('_', '-')}",) if self.default is True else ()
+
+    @property
+    def help(self) -> str:
+        """The field's description, with its choices and its default."""
+        notes = [" ".join((self.field.description or "").split())]
+        if self.choices:
+            notes.append(f"Choices: {', '.join(self.choices)}.")
+        is_shown = not isinstance(self.default, bool) and self.default not in (None, (), "", PydanticUndefined)
+        if is_shown and not self.flag.positional:
+            notes.append(f"(default: {_format_default(self.default)})")
+        return " ".join(notes)
+
+    @property
+    def metavar(self) -> str:
+        """The word that stands for the value; empty for a switch."""
+        kinds = settings.nested_types(self.field.annotation)
+        if bool in kinds or self.flag.metavar:
+            return self.flag.metavar
+        if int in kinds or float in kinds:
+            return "N"
+        return "URI" if settings.is_path(self.field) else self.names[0].rpartition("-")[2].upper()
+
+    def to_parameter(self) -> inspect.Parameter:
+        """Return the function parameter from which cyclopts makes the flag. Values stay text for the record to convert,
+        but cyclopts knows switches, choices and repeated flags."""
+        kind: Any = bool if self.field.annotation is bool else Literal[self.choices] if self.choices else str
+        if self.repeated and not self.flag.positional:
+            kind = tuple[kind, ...]
+        declared = cyclopts.Parameter(
+            name=() if self.flag.positional else self.names,
+            help=self.help,
+            show=not self.flag.hidden,
+            negative=self.negative,
+            allow_repeating=True,
+            required=self.required if self.variadic else None,
+        )
+        position = inspect.Parameter.KEYWORD_ONLY
+        if self.flag.positional:
+            kinds = inspect.Parameter
+            position = kinds.VAR_POSITIONAL if self.variadic else kinds.POSITIONAL_ONLY  # type: ignore[assignment]
+        if self.required or self.variadic:
+            return inspect.Parameter(self.key, position, annotation=Annotated[kind, declared])
+        # A switch must not be optional, or completion takes the next word for its value.
+        default, kind = (self.default, bool) if kind is bool else (None, kind | None)
+        return inspect.Parameter(self.key, position, default=default, annotation=Annotated[kind, declared])
+
+
+class Command:
+    """A command's function with the parser of its flags."""
+
+    def __init__(self, name: str, function: Callable[..., int]) -> None:
+        self.name = name
+        self.function = function
+        self._records: dict[str, type[Any]] = {}
+        self._options: list[_Option] = []
+        hints = typing.get_type_hints(function)
+        for parameter in inspect.signature(function).parameters:
+            cls = self._records[parameter] = hints[parameter]
+            # In --help, the options of the command itself come before those that it shares with others.
+            own_first = sorted(settings.record_fields(cls).items(), key=lambda item: item[0] not in cls.__annotations__)
+            for field_name, field in own_first:
+                option = _Option(parameter, field_name, field, settings.flag_of(field), getattr(cls, "flag_group", ""))
+                self._options += [] if option.flag.excluded else [option]
+        # Arguments that may be left out come after those that may not, as Python demands of parameters.
+        self._options.sort(key=lambda option: (not option.flag.positional, option.variadic, option.flag.overrides))
+        self.config_class: str = self._class_variable("config_class")
+        self.presets: str = self._class_variable("presets")
+        self._overrides = next((option.key for option in self._options if option.flag.overrides), "")
+        self._remainder = next((option.key for option in self._options if option.flag.remainder), "")
+        self.app = self._make_app()
+
+    def _class_variable(self, name: str) -> Any:
+        return next((getattr(cls, name) for cls in self._records.values() if getattr(cls, name, "")), "")
+
+    def _make_app(self) -> cyclopts.App:
+        def function(*arguments: str, **values: Any) -> None:
+            """Take any arguments; only its signature is used."""
+
+        unparsed = (self._overrides, self._remainder)
+        parameters = [option.to_parameter() for option in self._options if option.key not in unparsed]
+        function.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        function.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+        summary = summary_of(self.function)
+        app = cyclopts.App(self.name.split()[-1], help=summary, help_format="plaintext", version_flags=())
+        app.default(function)
+        return app
+
+    def parse(self, words: Sequence[str]) -> Invocation:
+        """Return the command with the options that `words` give, or raise UsageError or ConfigError."""
+        parsed_words, taken = self._split_words(words)
+        try:
+            _, bound, _ = self.app.parse_args(parsed_words, print_error=False, exit_on_error=False)
+        except parsing.CycloptsError as error:
+            raise self._usage_error(self._explain(error, parsed_words)) from None
+        values_of: dict[str, dict[str, Any]] = {parameter: {} for parameter in self._records}
+        paths: set[str] = set()
+        for option in self._options:
+            value: Any = bound.arguments.get(option.key, taken.get(option.key))
+            if value is None:
+                continue
+            if option.required and value == ():
+                raise self._usage_error(f"missing {option.names[0]} after --")
+            values_of[option.parameter][option.name] = value
+            if settings.is_path(option.field):
+                paths.update([value] if isinstance(value, str) else value)
+        labels = {option.name: option.names[0] for option in self._options}
+        try:
+            records = {key: settings.build(cls, values_of[key], labels=labels) for key, cls in self._records.items()}
+        except ConfigError as error:
+            if error.code in _TYPE_ERRORS:
+                raise self._usage_error(str(error)) from None
+            raise
+        return Invocation(self.name, self.function, records, frozenset(paths))
+
+    def _usage_error(self, problem: str) -> UsageError:
+        fix = "" if problem.endswith("?") else f"See: voxlane {self.name} --help"
+        return UsageError(f"voxlane {self.name}: {problem}", fix=fix)
+
+    def _split_words(self, words: Sequence[str]) -> tuple[list[str], dict[str, tuple[str, ...]]]:
+        """Split the words that cyclopts parses from the values, by key, of the two options that it cannot parse:
+        `field=value` overrides, which may stand anywhere, and the words of another command. Those come after `--` or,
+        where the command has no other arguments, start with the first word that is neither a flag nor its value."""
+        takes_value = {name: o.flag for o in self._options for name in o.names if o.field.annotation is not bool}
+        has_arguments = any(option.flag.positional and not option.flag.remainder for option in self._options)
+        parsed: list[str] = []
+        overrides: list[str] = []
+        rest = list(words)
+        while rest:
+            word = rest.pop(0)
+            if self._remainder and (word == "--" or not (has_arguments or word.startswith("-"))):
+                rest = rest if word == "--" else [word, *rest]
+                break
+            if self._overrides and settings.is_override(word):
+                overrides.append(word)
+            elif word not in takes_value:
+                parsed.append(word)
+            elif takes_value[word].bare_value and (not rest or rest[0].startswith("-")):
+                parsed.append(f"{word}={takes_value[word].bare_value}")
+            else:
+                parsed += [word, *rest[:1]]
+                del rest[:1]
+        return parsed, {self._overrides: tuple(overrides), self._remainder: tuple(rest)}
+
+    def _explain(self, error: parsing.CycloptsError, words: Sequence[str]) -> str:
+        """Say in one line what is wrong with the words of a command line."""
+        argument = error.argument
+        flag_names = {name for option in self._options for name in (*option.names, *option.negative)}
+        unknown = [flag for word in words if word.startswith("--") and (flag := word.split("=")[0]) not in flag_names]
+        labels = {option.key: option.names[0] for option in self._options}
+        label = labels.get(argument.field_info.name, argument.name) if argument is not None else ""
+        match error:
+            case parsing.UnknownOptionError():
+                return self._explain_unknown((error.token.keyword or error.token.value).split("=")[0])
+            case parsing.MissingArgumentError() if unknown:  # probably a misspelt form of the missing one
+                return self._explain_unknown(unknown[0])
+            case parsing.MissingArgumentError() if error.keyword or (argument is not None and argument.tokens):
+                return f"{error.keyword or label} expects a value"
+            case parsing.MissingArgumentError():
+                return f"missing {label}"
+            case parsing.CoercionError() if error.token is not None:  # only choices are checked by cyclopts
+                choices = " or ".join(", ".join(get_args(error.target_type)).rsplit(", ", 1))
+                return f"{label}: expected {choices}, got {error.token.value!r}"
+            case parsing.UnusedCliTokensError() if error.unused_tokens:
+                hint = "; write config fields as field=value" if self._overrides else ""
+                return f"unexpected argument {error.unused_tokens[0]!r}{hint}"
+        return " ".join(str(error).split())
+
+    def _explain_unknown(self, flag: str) -> str:
+        flags = [name for option in self._options for name in option.names if not option.flag.hidden]
+        return f"unknown option {flag}{did_you_mean(flag, flags)}"
+
+    def format_help(self) -> str:
+        """Return the text of --help."""
+        width = terminal_width()
+        arguments = [option for option in self._options if option.flag.positional]
+        required = [f"{o.names[0]} {o.metavar}" for o in self._options if o.required and o not in arguments]
+        usage = " ".join([f"Usage: voxlane {self.name}", *required, "[OPTIONS]", *map(_argument_usage, arguments)])
+        sections: dict[str, list[tuple[str, str]]] = {"Arguments": [], "Options": []}
+        for option in self._options:
+            title = "Arguments" if option in arguments else option.group or "Options"
+            names = ", ".join([*sorted(option.names, key=len), *option.negative])
+            label = names if option in arguments else f"{names} {option.metavar}".rstrip()
+            if not option.flag.hidden:
+                sections.setdefault(title, []).append((label, option.help))
+        sections["Options"].append(("-h, --help", "Show this text."))
+        tables = [f"{title}:\n{format_rows(rows, width)}" for title, rows in sections.items() if rows]
+        return "\n\n".join([usage, format_text(inspect.getdoc(self.function) or "", width), *tables]) + "\n"
+
+
+def _format_default(value: Any) -> str:
+    """Return a default as a user types it: items without brackets, numbers without a trailing `.0`."""
+    if isinstance(value, tuple):
+        return ",".join(map(_format_default, value))
+    return f"{value:g}" if isinstance(value, float) and value.is_integer() else settings.format_value(value)
+
+
+def _argument_usage(option: _Option) -> str:
+    if option.flag.remainder:
+        return "-- COMMAND ..."
+    usage = f"{option.names[0]} ..." if option.variadic else option.names[0]
+    return usage if option.required else f"[{usage}]"
+
+
+def summary_of(function: Callable[..., Any]) -> str:
+    """Return the first line of a function's docstring, without its full stop."""
+    return (inspect.getdoc(function) or "").partition("\n")[0].rstrip(".")

@@ -1,0 +1,150 @@
+"""`voxlane ls`, `clean` and `emulator`: objects in buckets, and a local server to try things on."""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated
+
+import pydantic
+
+from voxlane.cli.config_options import ProgressOptions, StoreOptions
+from voxlane.errors import ConfigError, EmptyError
+from voxlane.settings import ARGUMENT, Flag, PathOrUri, record
+from voxlane.sizes import format_bytes
+
+TEN_YEARS_MINUTES = 10 * 365 * 24 * 60
+
+
+@record
+class ListOptions(ProgressOptions):
+    """Options of `voxlane ls`."""
+
+    uri: Annotated[PathOrUri, ARGUMENT]
+    """Bucket with or without a prefix, or a folder."""
+    match: Annotated[tuple[str, ...], Flag(metavar="GLOB")] = ()
+    """List only keys that match this pattern (repeatable); * also matches /."""
+    save: Annotated[PathOrUri | None, Flag(metavar="FILE")] = None
+    """Write a manifest to this path or URI instead of printing."""
+    total: bool = False
+    """Print only the number of objects and bytes."""
+    long: Annotated[bool, Flag("-l")] = False
+    """Print the size and etag of each object."""
+    concurrency: Annotated[int, pydantic.Field(ge=1)] = 64
+    """Number of list requests in flight."""
+    generations: bool = False
+    """GCS: also save each object's generation, which composed download (compose='on') needs."""
+
+
+def list_bucket(options: ListOptions, store: StoreOptions) -> int:
+    """List the objects under a URI, or save them as a manifest.
+
+    List every object whose key starts with the URI's key (a plain string prefix), in parallel and in key order. With
+    --save, write the listing as a manifest (Parquet: key, size, etag, version) that MapDataset(Manifest.load(...)) and
+    every rank of a job can read instead of listing again; reading an object that changed since then fails, naming it.
+
+    Examples:
+      voxlane ls gs://bucket/prefix
+      voxlane ls s3://bucket/ --match '*.nii.gz' --total
+      voxlane ls gs://bucket/kits19/ --save gs://bucket/manifests/kits19.parquet
+    """
+    from voxlane.store import Store
+    from voxlane.store.listing import list_objects
+
+    config = store.store_config()
+    bucket = Store(options.uri, config)
+    manifest = list_objects(
+        options.uri,
+        match=options.match or None,
+        store=bucket,
+        concurrency=options.concurrency,
+        progress=options.progress,
+        generations=options.generations,
+    )
+    if not len(manifest):
+        message = f"no object matches {' '.join(options.match)}" if options.match else "no objects under this prefix"
+        raise EmptyError(message, uri=options.uri, fix="Check the prefix and the pattern")
+    total = f"{len(manifest):,} objects, {format_bytes(manifest.total_bytes)}"
+    if options.save:
+        manifest.save(options.save, config)
+        print(f"{total} -> {options.save}")
+        return 0
+    if options.total:
+        print(f"{total} ({manifest.total_bytes:,} bytes), {bucket.counters.read().requests:,} list requests")
+        return 0
+    root = manifest.root
+    if options.long:
+        for entry in manifest:
+            print(f"{entry.size:>15,}  {entry.etag or '-':<36} {root}{entry.key}")
+    else:
+        sys.stdout.writelines(f"{root}{key}\n" for key in manifest.keys())
+    return 0
+
+
+@record
+class CleanOptions:
+    """Options of `voxlane clean`."""
+
+    uri: Annotated[PathOrUri, Flag(positional=True, metavar="gs://BUCKET")]
+    """URI of the bucket to clean."""
+    older_than: Annotated[float, pydantic.Field(ge=0, le=TEN_YEARS_MINUTES), Flag(metavar="MINUTES")] = 60.0
+    """Smallest age of objects to remove, in minutes."""
+    dry_run: bool = False
+    """Only report the objects that would be removed."""
+
+
+def clean_bucket(options: CleanOptions, store: StoreOptions) -> int:
+    """Remove temporary objects that killed runs left in a GCS bucket.
+
+    Composed download joins many small objects into temporary ones. If its process is killed, they stay in the bucket,
+    and this command removes them. Young ones are kept, because a run may still be reading them.
+    """
+    from voxlane.store import Store
+    from voxlane.store.uploads import find_leftovers
+
+    bucket = Store(options.uri, store.store_config())
+    if bucket.scheme != "gs":
+        raise ConfigError("composed download, and so its leftovers, exist on GCS only", uri=options.uri)
+    if bucket.root.rstrip("/") != options.uri.rstrip("/").replace("gcs://", "gs://"):
+        raise ConfigError("expected a bucket without a prefix", uri=options.uri, fix=f"Write {bucket.root}")
+    leftovers, younger = find_leftovers(bucket, older_than_s=options.older_than * 60)
+    if not options.dry_run:
+        bucket.delete([entry.key for entry in leftovers])
+    size = format_bytes(sum(entry.size for entry in leftovers))
+    print(f"{len(leftovers)} leftover objects, {size}, {'found' if options.dry_run else 'removed'} in {bucket.root}")
+    if younger:
+        print(f"{younger} younger ones kept: a run may still be reading them (--older-than 0 takes all)")
+    return 0
+
+
+@record
+class EmulatorOptions:
+    """Options of `voxlane emulator`."""
+
+    port: int = 4443
+    """Port on 127.0.0.1; 0 picks a free one."""
+    bucket: tuple[str, ...] = ()
+    """Bucket to create (repeatable)."""
+    latency_ms: str = "0"
+    """Milliseconds added to every request."""
+    jitter_ms: str = "0"
+    """Longest random delay added to the latency, in milliseconds."""
+    bandwidth: str = "0"
+    """Bytes per second for each connection, such as 100MB; 0: unlimited."""
+    total_bandwidth: str = "0"
+    """Bytes per second for all responses together; 0: unlimited."""
+    requests_per_s: Annotated[str, Flag(metavar="N")] = "0"
+    """Largest number of requests per second; further ones are refused. 0: unlimited."""
+
+
+def run_emulator(options: EmulatorOptions) -> int:
+    """Serve a local, in-memory GCS and S3 (needs voxlane[testing]).
+
+    Serve the GCS (XML and JSON) and S3 APIs on one local port until interrupted, for experiments and tests. Print the
+    environment variables that point clients to it.
+    """
+    from voxlane.testing.__main__ import main as serve
+
+    names = ("port", "latency_ms", "jitter_ms", "bandwidth", "total_bandwidth", "requests_per_s")
+    words = [f"--{name.replace('_', '-')}={getattr(options, name)}" for name in names]
+    serve([*words, *(f"--bucket={bucket}" for bucket in options.bucket)], program="voxlane emulator")
+    return 0

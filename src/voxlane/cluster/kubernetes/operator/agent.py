@@ -1,0 +1,220 @@
+"""Copy or remove a dataset on a node; the operator's pods run this, and report to the cluster.
+
+A copier patches its progress into `status.nodes[NODE]` of its dataset at most once a second. Its result is its
+termination message, which the kubelet reports. An unreachable cluster never stops a copy.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any
+
+from voxlane import uri as uris
+from voxlane.cluster.kubernetes.client import Cluster, path_of
+from voxlane.cluster.kubernetes.names import API_VERSION
+from voxlane.errors import (
+    ChangedError,
+    ClusterError,
+    CredentialsError,
+    DatasetError,
+    NoRoomError,
+    StoreError,
+    TooLargeError,
+    VoxlaneError,
+)
+from voxlane.settings import Flag, record
+
+_REPORT_INTERVAL_S = 1.0
+_MAX_MESSAGE_CHARS = 3000
+"""Limit for a message; a kubelet keeps 4096 bytes of a termination message."""
+_FAILURE_REASONS = (
+    (NoRoomError, "NoRoom"),
+    (TooLargeError, "TooLarge"),
+    (ChangedError, "Changed"),
+    ((StoreError, DatasetError), "Source"),
+    ((VoxlaneError, OSError), "Disk"),
+    (BaseException, "Crash"),
+)
+"""Kind of failure by class of exception; the first class that matches counts."""
+
+
+@record
+class RemovalRequest:
+    """Options of `voxlane operator agent remove`."""
+
+    folder: str
+    """Folder on the node."""
+    name: str
+    """Name of the copy in it."""
+    last_words: Annotated[str | None, Flag(metavar="FILE")] = None
+    """File for the result."""
+
+
+@record
+class CopyRequest(RemovalRequest):
+    """Options of `voxlane operator agent stage`."""
+
+    source: str
+    """URI or mounted folder to copy."""
+    origin: Annotated[str | None, Flag(metavar="URI")] = None
+    """URI of the source, where that is a mount."""
+    node: str
+    """Name of this node."""
+    dataset: Annotated[str, Flag(metavar="NAMESPACE/NAME")]
+    """Namespace and name of the StagedDataset."""
+    uid: str
+    """Uid of the StagedDataset."""
+    capacity: Annotated[int | None, Flag(metavar="BYTES")] = None
+    """Largest number of bytes to copy."""
+
+
+class ProgressReporter(threading.Thread):
+    """Patch the latest progress into the status of the dataset."""
+
+    def __init__(self, request: CopyRequest) -> None:
+        super().__init__(daemon=True)
+        self._request = request
+        self._progress: dict[str, Any] = {}
+        self._has_news = threading.Event()
+        self._closed = threading.Event()
+        self._has_failed = False
+
+    def report(self, **progress: Any) -> None:
+        """Replace the progress to be reported; never block."""
+        self._progress = {**self._progress, **progress}
+        self._has_news.set()
+
+    def run(self) -> None:
+        """Send progress until closed."""
+        namespace, _, name = self._request.dataset.partition("/")
+        try:
+            cluster = Cluster.connect(namespace=namespace)
+        except VoxlaneError as error:
+            print(f"voxlane: cannot report progress: {error}", file=sys.stderr)
+            return
+        path = path_of(API_VERSION, "StagedDataset", namespace, name)
+        while not self._closed.is_set():
+            self._has_news.wait()
+            self._has_news.clear()
+            self._send(cluster, path)
+            self._closed.wait(_REPORT_INTERVAL_S)
+        self._send(cluster, path)
+
+    def close(self) -> None:
+        """Send the last progress and stop."""
+        self._closed.set()
+        self._has_news.set()
+        self.join(10)
+
+    def _send(self, cluster: Cluster, path: str) -> None:
+        if not self._progress:
+            return
+        # The uid protects a dataset that was deleted and created again under the same name.
+        status = {"nodes": {self._request.node: self._progress}}
+        try:
+            cluster.patch(path, {"metadata": {"uid": self._request.uid}, "status": status}, subresource="status")
+            self._has_failed = False
+        except ClusterError as error:
+            if not self._has_failed:
+                print(f"voxlane: cannot report progress, the copy continues: {error}", file=sys.stderr, flush=True)
+            self._has_failed = True
+
+
+def stage_on_node(request: CopyRequest) -> int:
+    """Copy a dataset to this node, for the operator."""
+    from voxlane.store import staging
+
+    reporter = ProgressReporter(request)
+    reporter.start()
+    begin = time.monotonic()
+    result: dict[str, Any] = {}
+
+    def progress(now: staging.StagingProgress) -> None:
+        result.update(bytes=now.bytes, totalBytes=now.total_bytes, objects=now.objects, totalObjects=now.total_objects)
+        # Without the phase: it belongs to the operator, which may have given up on this copy.
+        message = "waiting for another copy to this node" if now.activity == "waiting" else None
+        reporter.report(**result, message=message)
+
+    with _write_result(request.last_words, result), contextlib.closing(reporter):
+        if request.origin is not None:
+            check_links(request.source)
+        report = staging.stage(
+            request.source,
+            request.folder,
+            name=request.name,
+            origin=request.origin,
+            capacity_bytes=request.capacity,
+            progress=progress,
+        )
+        count, total = report.objects, report.total_bytes
+        result.update(bytes=total, totalBytes=total, objects=count, totalObjects=count, version=report.version)
+        seconds = time.monotonic() - begin
+        source = request.origin or request.source
+        print(f"{source}: {count} objects, {total:,} bytes; copied {report.copied_bytes:,} in {seconds:.1f} s")
+    return 0
+
+
+def check_links(mount: str) -> None:
+    """Raise DatasetError if a link of a mounted source leads out of it, to files of this pod or of other datasets."""
+    root = os.path.realpath(f"/{uris.parse(mount).key}")
+    for folder, folders, files in os.walk(root):
+        for name in (*folders, *files):
+            path = f"{folder}/{name}"
+            if os.path.islink(path) and os.path.commonpath((root, os.path.realpath(path))) != root:
+                raise DatasetError(
+                    f"a link leads out of the source: {os.readlink(path)}",
+                    uri=os.path.relpath(path, root),
+                    fix="Replace it by its target",
+                )
+
+
+def remove_from_node(request: RemovalRequest) -> int:
+    """Remove a dataset from this node, for the operator."""
+    from voxlane.store import staging
+
+    result: dict[str, Any] = {}
+    with _write_result(request.last_words, result):
+        result["bytes"] = staging.remove(request.folder, request.name)
+        print(f"{request.name}: {result['bytes']} bytes freed")
+    return 0
+
+
+def describe_failure(error: BaseException) -> dict[str, Any]:
+    """Return the kind and the message of a failure, for the operator."""
+    reason = next(reason for kind, reason in _FAILURE_REASONS if isinstance(error, kind))
+    failure: dict[str, Any] = {"reason": reason, "message": str(error) or type(error).__name__}
+    if isinstance(error, NoRoomError):
+        failure["lackingBytes"] = error.lacking_bytes
+    if isinstance(error, CredentialsError):
+        # The fix that the error suggests is for a person's machine.
+        message = f"{error.uri or 'the source'}: the server does not accept the copier's credentials"
+        failure["message"] = f"{message}. Name a Secret or a service account in credentials"
+    return failure
+
+
+@contextlib.contextmanager
+def _write_result(path: str | None, result: dict[str, Any]) -> Iterator[None]:
+    """Write the result, or the failure, to the file that the kubelet reads.
+
+    On SIGTERM, which the first process of a container ignores by default, exit immediately: an interrupted copy can be
+    resumed.
+    """
+    previous = signal.signal(signal.SIGTERM, lambda number, _: os._exit(128 + number))
+    try:
+        yield
+    except BaseException as error:
+        failure = describe_failure(error)
+        result |= {**failure, "message": failure["message"][:_MAX_MESSAGE_CHARS]}
+        raise
+    finally:
+        signal.signal(signal.SIGTERM, previous)
+        if path:
+            Path(path).write_text(json.dumps(result), encoding="utf-8")

@@ -1,0 +1,1 @@
+"""Train runs on a Ray cluster."""

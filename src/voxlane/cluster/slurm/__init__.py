@@ -1,0 +1,1 @@
+"""Run voxlane commands as SLURM jobs."""

@@ -1,0 +1,145 @@
+"""Build responses, and parse and format HTTP headers for all dialects."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable, Mapping, Sequence
+from email.utils import formatdate, parsedate_to_datetime
+from functools import lru_cache
+from http import HTTPStatus
+from typing import Any
+
+from voxlane.testing import errors
+from voxlane.testing.bodies import Body
+
+Chunk = bytes | memoryview
+
+OBJECT_FIELDS = {
+    "contentType": "Content-Type",
+    "contentEncoding": "Content-Encoding",
+    "contentDisposition": "Content-Disposition",
+    "contentLanguage": "Content-Language",
+    "cacheControl": "Cache-Control",
+}
+"""Headers that belong to an object, by their names in the JSON API."""
+_STATUS_LINES = {status.value: f"HTTP/1.1 {status.value} {status.phrase}\r\n" for status in HTTPStatus}
+_RANGE = re.compile(r"\s*bytes\s*=\s*(\d*)\s*-\s*(\d*)\s*$")
+
+
+class Response:
+    """Status, headers and body of a response.
+
+    ``head`` contains encoded header lines, each ending in CRLF. ``length`` is the Content-Length, which differs from
+    the body only for HEAD.
+    """
+
+    __slots__ = ("chunks", "head", "length", "status")
+
+    def __init__(self, status: int, head: str = "", chunks: Sequence[Chunk] = (), length: int | None = None) -> None:
+        self.status = status
+        self.head = head
+        self.chunks = chunks
+        self.length = sum(map(len, chunks)) if length is None else length
+
+    def encode_head(self, keep_alive: bool) -> bytes:
+        """Return the encoded status line and headers."""
+        status_line = _STATUS_LINES.get(self.status) or f"HTTP/1.1 {self.status} Unknown\r\n"
+        length = "" if self.status in (204, 304) else f"Content-Length: {self.length}\r\n"
+        close = "" if keep_alive else "Connection: close\r\n"
+        return f"{status_line}Date: {format_http_date(int(time.time()))}\r\n{close}{length}{self.head}\r\n".encode()
+
+
+def build_content_response(body: Body, head: str, range_header: str | None) -> Response:
+    """Build the response to a read of a body, or of the range that a Range header requests."""
+    content_range = parse_range(range_header, body.size)
+    if content_range is None:
+        return Response(200, head, body.slices(0, body.size), body.size)
+    start, stop = content_range
+    head = f"Content-Range: bytes {start}-{stop - 1}/{body.size}\r\n{head}"
+    return Response(206, head, body.slices(start, stop), stop - start)
+
+
+Handler = Callable[[Any], Response]
+"""Function that handles one operation of an API."""
+
+
+@lru_cache(maxsize=64)
+def format_http_date(second: int) -> str:
+    """Format a whole number of seconds since 1970 as an HTTP date."""
+    return formatdate(second, usegmt=True)
+
+
+def format_iso_date(seconds: float) -> str:
+    """Format seconds since 1970 as RFC 3339 in UTC, with milliseconds."""
+    return time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(seconds)) + f".{int(seconds % 1 * 1000):03d}Z"
+
+
+def parse_http_date(header: str | None) -> float | None:
+    """Parse an HTTP date to seconds since 1970; None if it is absent or invalid, as RFC 9110 requires."""
+    if header is None:
+        return None
+    try:
+        return parsedate_to_datetime(header).timestamp()
+    except ValueError:
+        return None
+
+
+def format_headers(headers: Mapping[str, str], prefix: str = "") -> str:
+    """Encode headers."""
+    return "".join(f"{prefix}{name}: {value}\r\n" for name, value in headers.items())
+
+
+def parse_range(header: str | None, size: int) -> tuple[int, int] | None:
+    """Parse a Range header for ``size`` bytes to ``[start, stop)``; None if the complete object is to be sent.
+
+    Multiple ranges, and anything that is not a byte range, are ignored, as the services do. Raise 416 if the range
+    begins past the end.
+    """
+    match = _RANGE.match(header) if header else None
+    if match is None or match.groups() == ("", ""):
+        return None
+    first, last = match.groups()
+    if not first:
+        if size == 0 or int(last) == 0:
+            raise errors.unsatisfiable(size)
+        return max(0, size - int(last)), size
+    start = int(first)
+    if last and int(last) < start:
+        return None
+    if start >= size:
+        raise errors.unsatisfiable(size)
+    return start, min(int(last) + 1, size) if last else size
+
+
+def select_object_headers(headers: Mapping[str, str]) -> dict[str, str]:
+    """Return the headers of an upload that belong to the object."""
+    selected = {name: headers[name] for name in OBJECT_FIELDS.values() if name in headers}
+    encoding = selected.pop("Content-Encoding", "")
+    # aws-chunked encodes the transfer; it is not a property of the object.
+    encodings = [item.strip() for item in encoding.split(",") if item.strip() not in ("", "aws-chunked")]
+    if encodings:
+        selected["Content-Encoding"] = ",".join(encodings)
+    return selected
+
+
+def decode_aws_chunked(body: bytes) -> bytes:
+    """Return the payload of an aws-chunked body, without chunk signatures and trailing checksums."""
+    pieces: list[memoryview] = []
+    view = memoryview(body)
+    offset = 0
+    while True:
+        line_end = body.find(b"\r\n", offset)
+        if line_end < 0:
+            raise errors.invalid("The aws-chunked body ends before its last chunk", "IncompleteBody")
+        try:
+            length = int(body[offset:line_end].split(b";", 1)[0], 16)
+        except ValueError:
+            raise errors.invalid("The aws-chunked body has a chunk without a size", "InvalidRequest") from None
+        if length == 0:
+            return bytes(pieces[0]) if len(pieces) == 1 else b"".join(pieces)
+        start = line_end + 2
+        if start + length > len(body):
+            raise errors.invalid("The aws-chunked body ends inside a chunk", "IncompleteBody")
+        pieces.append(view[start : start + length])
+        offset = start + length + 2

@@ -1,0 +1,257 @@
+"""Discovery of a dataset's cases, by one listing of a folder or prefix or from a JSON or CSV list of pairs."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import csv
+import io
+import json
+import posixpath
+import re
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
+from typing import Any
+
+from voxlane import uri as uris
+from voxlane.errors import ConfigError, LayoutError, NotFoundError
+from voxlane.settings import build
+from voxlane.store import ObjectInfo, StoreConfig
+from voxlane.store.listing import list_objects
+from voxlane.store.staging.sources import strip_quotes
+from voxlane.volume.dataset_layouts import LAYOUTS, REGIONS, DatasetDraft, SourceCase, detect_layout
+from voxlane.volume.description import Description
+from voxlane.volume.formats.voxels import open_store
+from voxlane.volume.scan import strip_scan_suffix
+
+__all__ = ["SourceCase", "SourceDataset", "discover"]
+
+
+@dataclass(frozen=True)
+class SourceDataset:
+    """A dataset at its source, before any scan is read."""
+
+    layout: str
+    """Name of the layout: kits19, msd, nnunet, brats or list."""
+    root: str
+    """URI of the folder, or of the list."""
+    description: Description
+    cases: tuple[SourceCase, ...]
+    """Cases sorted by id."""
+    etags: Mapping[str, str]
+    """Version, "etag:size", of each existing file of the cases by URI; a different value later means that the file
+    changed."""
+
+
+def discover(
+    src_uri: str,
+    config: StoreConfig | None = None,
+    *,
+    layout: str | None = None,
+    overrides: Mapping[str, Any] | None = None,
+) -> SourceDataset:
+    """Find the cases below `src_uri`, a folder or prefix in a known layout, or in the .json or .csv list at `src_uri`.
+
+    layout: kits19, msd, nnunet, brats or list; by default detected from the file names.
+    overrides: fields that replace those of the layout's description; `regions` may be a name in
+        `dataset_layouts.REGIONS`.
+
+    Raises LayoutError if there is no known dataset. Files of a case may be missing; checking the case reports that.
+    """
+    if layout is not None and layout not in (*LAYOUTS, "list"):
+        raise ConfigError(f"layout: unknown layout {layout!r}", fix=f"Use one of {', '.join([*LAYOUTS, 'list'])}")
+    uri = str(uris.parse(src_uri))
+    if uri.lower().endswith((".json", ".csv")):
+        document = _read_document(uri, config)
+        is_dataset_json = isinstance(document, Mapping) and bool({"training", "channel_names"} & document.keys())
+        if layout == "list" or not is_dataset_json:
+            return _from_list(uri, document, config, overrides)
+        uri = posixpath.dirname(uri)
+    elif layout == "list":
+        raise LayoutError(
+            "expected a .json or .csv file for layout list", uri=uri, fix="Use the URI of the list itself"
+        )
+    return _from_folder(uri.rstrip("/") + "/", config, layout, overrides)
+
+
+def _from_folder(
+    root: str, config: StoreConfig | None, layout: str | None, overrides: Mapping[str, Any] | None
+) -> SourceDataset:
+    listed = list_objects(root, config=config)
+    folder = uris.parse(root).key
+    objects = {entry.key.removeprefix(folder): entry for entry in listed}
+    # macOS adds a file ._name for each name in an archive; those look like scans.
+    names = [name for name in objects if not posixpath.basename(name).startswith(".")]
+    document = _read_document(root + "dataset.json", config) if "dataset.json" in objects else None
+    layout_name = layout or detect_layout(names, document, root)
+    if layout_name in ("msd", "nnunet") and not isinstance(document, Mapping):
+        raise LayoutError(
+            f"the {layout_name} layout needs a dataset.json", uri=root, fix="Use the folder that contains it"
+        )
+    draft = LAYOUTS[layout_name](names, document, root)
+    etags = {listed.root + entry.key: _version_tag(entry.etag, entry.size) for entry in objects.values()}
+    return _build_dataset(root, draft, root, overrides, etags)
+
+
+def _from_list(
+    uri: str, document: Any, config: StoreConfig | None, overrides: Mapping[str, Any] | None
+) -> SourceDataset:
+    draft = _listed_cases(uri, document)
+    missing = [field for field in ("channels", "labels") if field not in {**draft.description, **(overrides or {})}]
+    if missing:
+        raise LayoutError(
+            f"the list does not define {' and '.join(missing)}",
+            uri=uri,
+            fix="Set them: description.channels=[CT] 'description.labels={background: 0, kidney: 1}'",
+        )
+    dataset = _build_dataset(uri, draft, posixpath.dirname(uri) + "/", overrides, {})
+    return replace(dataset, etags=_fetch_etags(dataset.cases, config))
+
+
+def _listed_cases(uri: str, document: Any) -> DatasetDraft:
+    """Parse the cases of a JSON or CSV list."""
+    description: dict[str, Any] = {"name": posixpath.splitext(posixpath.basename(uri))[0]}
+    if isinstance(document, Mapping):
+        if not isinstance(document.get("description", {}), Mapping):
+            raise LayoutError("description: expected an object", uri=uri, fix='Write "description": {"labels": ...}')
+        description |= document.get("description", {})
+        document = document.get("cases")
+    if not isinstance(document, list) or not document:
+        raise LayoutError(
+            "no list of cases", uri=uri, fix='Write [{"image": ..., "label": ...}, ...], or {"cases": [...]} around it'
+        )
+    rows = [_parse_row(row, number, uri) for number, row in enumerate(document, 1)]
+    names = [strip_scan_suffix(images[0]) for images, _, _, _ in rows]
+    # Files with the same name, such as imaging.nii.gz, are distinguished by their folders.
+    unique = len(set(names)) == len(names)
+    cases = []
+    for (images, label, case_id, patient), name in zip(rows, names, strict=True):
+        folder = posixpath.basename(posixpath.dirname(images[0]))
+        case_id = case_id or (name if unique else f"{folder}_{name}")
+        cases.append(SourceCase(case_id, patient or case_id, images, label))
+    return DatasetDraft("list", description, cases)
+
+
+def _parse_row(row: Any, number: int, uri: str) -> tuple[tuple[str, ...], str | None, str, str]:
+    """Return images, label, id and patient of an entry; the last three may be empty."""
+    if not isinstance(row, Mapping):
+        raise LayoutError(f"case {number}: expected an object", uri=uri, fix='Write {"image": ..., "label": ...}')
+    image = row.get("image")
+    if not image:
+        numbered = sorted((key for key in row if re.fullmatch(r"image_\d+", str(key))), key=lambda k: int(k[6:]))
+        image = [row[key] for key in numbered]
+    images = [image] if isinstance(image, str) else image
+    if not isinstance(images, list) or not images or not all(isinstance(path, str) and path for path in images):
+        fields = ", ".join(str(key) for key, value in row.items() if value) or "nothing"
+        raise LayoutError(
+            f"case {number} has no image, only {fields}",
+            uri=uri,
+            fix="Name it image, or image_0, image_1, ... in order",
+        )
+    label = row.get("label")
+    if label is not None and not isinstance(label, str):
+        raise LayoutError(f"case {number}: label is not a path", uri=uri, fix="Use one label file per case")
+    return tuple(images), label or None, str(row.get("id") or ""), str(row.get("patient") or "")
+
+
+def _build_dataset(
+    root: str, draft: DatasetDraft, base: str, overrides: Mapping[str, Any] | None, etags: Mapping[str, str]
+) -> SourceDataset:
+    """Build the dataset from a draft, with URIs instead of paths relative to `base`, and check its ids."""
+    _check_ids([case.id for case in draft.cases], root)
+    cases = [
+        replace(
+            case,
+            images=tuple(_resolve_uri(base, image) for image in case.images),
+            label=None if case.label is None else _resolve_uri(base, case.label),
+        )
+        for case in draft.cases
+    ]
+    used = {uri for case in cases for uri in (*case.images, case.label)}
+    return SourceDataset(
+        draft.layout,
+        root,
+        _merge_description(draft.description, overrides, root),
+        tuple(sorted(cases, key=lambda case: case.id)),
+        {uri: tag for uri, tag in etags.items() if uri in used},
+    )
+
+
+def _merge_description(layout_fields: Mapping[str, Any], overrides: Mapping[str, Any] | None, root: str) -> Description:
+    """Build the layout's description with the user's fields replacing its own."""
+    fields = dict(overrides or {})
+    values = dict(layout_fields)
+    if "labels" in fields or "regions" in fields:  # the layout's regions refer to the layout's own labels
+        values.pop("regions", None)
+        values.pop("region_values", None)
+    values |= fields
+    if isinstance(regions := values.get("regions"), str):
+        if regions not in REGIONS:
+            raise ConfigError(
+                f"regions: unknown name {regions!r}", uri=root, fix=f"Use one of {', '.join(REGIONS)}, or a mapping"
+            )
+        values["regions"] = REGIONS[regions]
+    if values.get("regions", {}) is None:
+        values["regions"] = {}
+    return build(Description, values, origin=root)
+
+
+def _check_ids(ids: Sequence[str], root: str) -> None:
+    repeated = [case_id for case_id, count in collections.Counter(ids).items() if count > 1]
+    if repeated:
+        raise LayoutError(
+            f"{len(repeated)} ids are used by several cases: {', '.join(sorted(repeated)[:5])}",
+            uri=root,
+            fix="Use a unique id for each case",
+        )
+    for case_id in ids:
+        if not re.fullmatch(r"[^/\\\s.][^/\\\n]*", case_id):
+            raise LayoutError(
+                f"{case_id!r} is not a valid case id",
+                uri=root,
+                fix="Use letters, digits, '-', '_' and '.', and do not begin with '.'",
+            )
+
+
+def _fetch_etags(cases: Sequence[SourceCase], config: StoreConfig | None) -> dict[str, str]:
+    """Fetch version and size of every existing file of the cases, concurrently. Folders of DICOM files have none."""
+    futures: dict[str, Future[ObjectInfo]] = {}
+    for uri in dict.fromkeys(uri for case in cases for uri in (*case.images, case.label) if uri is not None):
+        parsed = uris.parse(uri)
+        store = open_store(parsed.root, config)
+        futures[uri] = store.submit(store.head, parsed.key)
+    etags = {}
+    for uri, future in futures.items():
+        with contextlib.suppress(NotFoundError):
+            etags[uri] = _version_tag(future.result().etag, future.result().size)
+    return etags
+
+
+def _read_document(uri: str, config: StoreConfig | None) -> Any:
+    """Read and parse a .json or .csv object."""
+    parsed = uris.parse(uri)
+    try:
+        text = bytes(open_store(parsed.root, config).get(parsed.key)).decode("utf-8-sig")
+        if uri.lower().endswith(".csv"):
+            return list(csv.DictReader(io.StringIO(text), skipinitialspace=True))
+        return json.loads(text)
+    except UnicodeDecodeError:
+        raise LayoutError("the file is not UTF-8 text", uri=uri, fix="Save it as UTF-8") from None
+    except json.JSONDecodeError as error:
+        raise LayoutError(f"invalid JSON: {error.msg}, line {error.lineno}", uri=uri, fix="Correct that line") from None
+    except csv.Error as error:
+        raise LayoutError(f"invalid CSV: {error}", uri=uri, fix="Write a header line and one line per case") from None
+
+
+def _resolve_uri(base: str, path: str) -> str:
+    """Return `path` as a URI, relative to the folder `base` unless it is absolute."""
+    if "://" in path or path.startswith(("/", "~")):
+        return str(uris.parse(path))
+    parsed = uris.parse(base)
+    trailing = "/" if path.endswith("/") else ""
+    return parsed.root + posixpath.normpath(posixpath.join(parsed.key, path)) + trailing
+
+
+def _version_tag(etag: str | None, size: int) -> str:
+    return f"{strip_quotes(etag) or ''}:{size}"

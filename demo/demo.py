@@ -134,7 +134,7 @@ def argv(*words: str) -> Iterator[None]:
 
 def segment_new_scan(out: Path, size: int) -> None:
     """Write a raw scan to disk, predict it, and draw the mask beside the true labels."""
-    from voxlane.train.pictures import png, row
+    from voxlane.train.pictures import draw_row, encode_png
     from voxlane.volume.scan import read_label, read_scan
 
     new = phantom.make(NEW_CASE, size=size)
@@ -149,8 +149,8 @@ def segment_new_scan(out: Path, size: int) -> None:
     print(f"in truth: kidney {kidney:.1f} ml, tumour {tumour:.1f} ml")
     shape = " x ".join(map(str, geometry.shape))
     print(f"the mask has the scan's own grid: {shape} voxels of {spacing_text(geometry.spacing)} mm, and its affine")
-    picture = row(read.image[0].astype("float32"), true, predicted, geometry.spacing)
-    (out / "new_scan.png").write_bytes(png(picture))
+    picture = draw_row(read.image[0].astype("float32"), true, predicted, geometry.spacing)
+    (out / "new_scan.png").write_bytes(encode_png(picture))
 
 
 def spacing_text(spacing: Sequence[float]) -> str:

@@ -143,7 +143,7 @@ def small_overlay() -> bytes:
     label = np.zeros((3, 24, 24), np.uint8)
     image[:, 2:22, 2:22] = 60
     label[1, 8:14, 8:14] = 1
-    return pictures.png(pictures.row(image, label, np.roll(label, 1, 2), (5, 1, 1), (0, 100), height_px=48))
+    return pictures.encode_png(pictures.draw_row(image, label, np.roll(label, 1, 2), (5, 1, 1), (0, 100), height_px=48))
 
 
 def dump(path: Path, value: Any) -> None:

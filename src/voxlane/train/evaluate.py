@@ -221,8 +221,8 @@ def _predict_cases(
         image, label = volume.read_whole()
         outputs = predictor.predict_outputs(image)
         on_grid = to_mask(outputs, predictor.description).numpy()
-        picture = pictures.row(image[0].numpy(), label.numpy(), on_grid, volume.grid.spacing)
-        files.pictures[case] = pictures.png(picture)
+        picture = pictures.draw_row(image[0].numpy(), label.numpy(), on_grid, volume.grid.spacing)
+        files.pictures[case] = pictures.encode_png(picture)
         del image
         if config.masks or truth is not None:
             in_scan = predictor.mask_in_scan(outputs, volume.grid)

@@ -1,13 +1,12 @@
 """Draw a segmentation: ground truth, scan and prediction side by side, as arrays and as PNG.
 
-Plain numpy, because pictures are drawn at every validation. Slices are axial and shown as radiologists see them: the
-patient's front up, the patient's right on the left.
+Without a plotting library, because pictures are drawn at every validation. Slices are axial (y to the front, x to the
+right) and shown as radiologists see them: the patient's front up, the patient's right on the left.
 """
 
 from __future__ import annotations
 
-import struct
-import zlib
+import io
 from collections.abc import Sequence
 from typing import Any
 
@@ -32,31 +31,31 @@ _FILL = 0.38
 """Opacity of the colour of segmented pixels."""
 
 
-def row(
+def draw_row(
     image_zyx: Array,
     truth: Array | None,
     predicted: Array | None,
     spacing: Sequence[float],
     window: Window | None = None,
     *,
-    z: int | None = None,
     height_px: int = HEIGHT_PX,
 ) -> npt.NDArray[np.uint8]:
     """Return one row of pictures (height, width, 3): ground truth, scan, prediction, of the slice with most foreground.
 
     `image_zyx` and the label arrays, which may be None, have the same shape. `spacing` is in millimetres (z, y, x) and
     sets the proportions of the pixels. `window` are the intensities shown as black and white, by default those of
-    `own_window`. A white line on the prediction is the outline of the truth.
+    `choose_window`. A white line on the prediction is the outline of the truth.
     """
-    index = best_slice(truth, predicted, len(image_zyx)) if z is None else z
-    plane = _upright(image_zyx[index]).astype(np.float32)
-    masks = [None if mask is None else _upright(mask[index]) for mask in (truth, predicted)]
-    low, high = window or own_window(plane)
+    upright = np.s_[choose_slice(truth, predicted, len(image_zyx)), ::-1, ::-1]
+    plane = image_zyx[upright].astype(np.float32)
+    masks = [None if mask is None else mask[upright] for mask in (truth, predicted)]
+    low, high = window or choose_window(plane)
     grey = np.clip((np.nan_to_num(plane, nan=low) - low) / max(high - low, 1e-6), 0, 1)
-    box = _not_black(grey, [mask for mask in masks if mask is not None])
+    box = _find_visible_box(grey, [mask for mask in masks if mask is not None])
     truth_plane, predicted_plane = (None if mask is None else mask[box] for mask in masks)
     grey = grey[box]
-    shape = _size_px(grey.shape, spacing[1:], height_px)
+    ratio = (grey.shape[1] * spacing[2]) / (grey.shape[0] * spacing[1])
+    shape = height_px, max(1, min(round(height_px * ratio), 4 * height_px))
     scan = np.repeat(resize(grey, shape)[..., None], 3, axis=2)
     pictures = [scan]
     if truth_plane is not None:
@@ -80,7 +79,7 @@ def colour(value: int) -> str:
     return PALETTE[(value - 1) % len(PALETTE)]
 
 
-def own_window(plane: Array) -> Window:
+def choose_window(plane: Array) -> Window:
     """Return the intensities to show as black and white. Hounsfield units, recognised by their air, get an abdominal
     window, anything else its 1st and 99.5th percentiles."""
     finite = plane[np.isfinite(plane)]
@@ -92,7 +91,7 @@ def own_window(plane: Array) -> Window:
     return float(low), float(high)
 
 
-def best_slice(truth: Array | None, predicted: Array | None, slices: int) -> int:
+def choose_slice(truth: Array | None, predicted: Array | None, slices: int) -> int:
     """Return the slice with most true foreground, else with most predicted foreground, else the middle one. Each class
     counts as a share of all its voxels, so that small classes are seen."""
     for mask in (truth, predicted):
@@ -107,13 +106,13 @@ def paint(picture: Array, mask: Array, outline: Array | None = None) -> Array:
     are translucent and outlined. The classes of the mask `outline` are drawn over them as white lines."""
     shape = (picture.shape[0], picture.shape[1])
     painted = picture.copy()
-    for value, inside in _smooth(mask, shape):
+    for value, inside in _upscale_classes(mask, shape):
         rgb = np.array([int(colour(value)[i : i + 2], 16) for i in (1, 3, 5)], np.float32) / 255
         painted[inside] = (1 - _FILL) * painted[inside] + _FILL * rgb
-        painted[_edge(inside)] = rgb
+        painted[_find_edge(inside)] = rgb
     if outline is not None:
-        for _, inside in _smooth(outline, shape):
-            painted[_edge(inside)] = 1.0
+        for _, inside in _upscale_classes(outline, shape):
+            painted[_find_edge(inside)] = 1.0
     return painted
 
 
@@ -129,29 +128,16 @@ def resize(plane: Array, shape: tuple[int, int]) -> Array:
     return plane
 
 
-def png(picture: npt.NDArray[np.uint8]) -> bytes:
+def encode_png(picture: npt.NDArray[np.uint8]) -> bytes:
     """Return a picture (height, width, 3) as the bytes of a PNG file; equal pictures give equal bytes."""
-    height, width, _ = picture.shape
-    # Filter 2 stores each line as its difference from the one above, which compresses the smooth greys of a scan well.
-    lines = np.empty((height, 1 + 3 * width), np.uint8)
-    flat = picture.reshape(height, -1)
-    lines[:, 0] = 2
-    lines[0, 1:] = flat[0]
-    lines[1:, 1:] = flat[1:] - flat[:-1]
-    header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
-    body = zlib.compress(lines.tobytes(), 6)
-    chunks = ((b"IHDR", header), (b"IDAT", body), (b"IEND", b""))
-    return b"\x89PNG\r\n\x1a\n" + b"".join(
-        struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data)) for kind, data in chunks
-    )
+    from PIL import Image
+
+    body = io.BytesIO()
+    Image.fromarray(picture).save(body, "png")
+    return body.getvalue()
 
 
-def _upright(plane: Array) -> Array:
-    """Turn an axial plane (y to the front, x to the right): the front up, and the patient's right on the left."""
-    return plane[::-1, ::-1]
-
-
-def _not_black(grey: Array, masks: Sequence[Array]) -> tuple[slice, slice]:
+def _find_visible_box(grey: Array, masks: Sequence[Array]) -> tuple[slice, slice]:
     """Return the rectangle outside which the picture is black and nothing is segmented."""
     bright = grey > 0.08
     for mask in masks:
@@ -166,13 +152,7 @@ def _not_black(grey: Array, masks: Sequence[Array]) -> tuple[slice, slice]:
     return spans[0], spans[1]
 
 
-def _size_px(shape: Sequence[int], spacing: Sequence[float], height_px: int) -> tuple[int, int]:
-    """Return the pixels (height, width) of a plane of `shape` and `spacing` (y, x) drawn `height_px` high."""
-    ratio = (shape[1] * spacing[1]) / (shape[0] * spacing[0])
-    return height_px, max(1, min(round(height_px * ratio), 4 * height_px))
-
-
-def _smooth(mask: Array, shape: tuple[int, int]) -> list[tuple[int, Array]]:
+def _upscale_classes(mask: Array, shape: tuple[int, int]) -> list[tuple[int, Array]]:
     """Return each class of `mask` with its pixels in a larger picture; the largest share wins, for smooth edges."""
     values = [int(v) for v in np.unique(mask)]
     if len(values) == 1:
@@ -182,9 +162,9 @@ def _smooth(mask: Array, shape: tuple[int, int]) -> list[tuple[int, Array]]:
     return [(v, winner == i) for i, v in enumerate(values) if v]
 
 
-def _edge(inside: Array) -> Array:
+def _find_edge(inside: Array) -> Array:
     """Return the pixels of `inside` with a neighbour outside it; the picture's border does not count."""
-    padded = np.pad(inside, 1, mode="edge")
-    core = padded[:-2, 1:-1] & padded[2:, 1:-1] & padded[1:-1, :-2] & padded[1:-1, 2:]
-    edge: Array = inside & ~core
+    from scipy.ndimage import binary_erosion
+
+    edge: Array = inside & ~binary_erosion(inside, border_value=1)
     return edge

@@ -177,7 +177,7 @@ class Recorder(pl.Callback):
             for drawn in pl_module.drawn:
                 case = self._prepared.case(drawn["row"])
                 image, truth, predicted = drawn["image"][0].numpy(), drawn["label"].numpy(), drawn["predicted"].numpy()
-                picture = pictures.row(image, truth, predicted, case.volume["spacing"])
+                picture = pictures.draw_row(image, truth, predicted, case.volume["spacing"])
                 self._events.add_picture(f"validation/{case.id}", picture, trainer.global_step)
             self._events.publish()
             if self._print_epochs:

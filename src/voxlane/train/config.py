@@ -229,15 +229,11 @@ def resolve_network(config: TrainConfig, plan: Plan) -> Network:
 
 def _change_depth(network: Network, depth: int) -> Network:
     """Drop the coarsest resolutions of the network, or add more as the planner would."""
-    missing = depth - len(network.features)
-    if missing <= 0:
-        cut = {name: getattr(network, name)[:depth] for name in ("features", "strides", "kernels")}
-        return dataclasses.replace(network, **cut)
-    features = network.features
-    for _ in range(missing):
+    features = network.features[:depth]
+    while len(features) < depth:
         features = (*features, max(features[-1], min(2 * features[-1], MAX_FEATURES)))
-    strides = network.strides + ((2, 2, 2),) * missing
-    kernels = network.kernels + network.kernels[-1:] * missing
+    strides = (network.strides + ((2, 2, 2),) * depth)[:depth]
+    kernels = (network.kernels + network.kernels[-1:] * depth)[:depth]
     return dataclasses.replace(network, features=features, strides=strides, kernels=kernels)
 
 

@@ -9,7 +9,7 @@ import math
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import numpy as np
@@ -83,7 +83,7 @@ def evaluate(
     out = out or runs[0]
     name = f"evaluation/{'validation' if len(runs) == 1 else 'cross-validation'}"
     out.store.check_writable(out.key(f"{name}/summary.json"))
-    files = _ResultFiles(out, name, write_masks=config.masks)
+    files = _ResultFiles(out, name)
     cases: list[dict[str, Any]] = []
     pending: deque[tuple[dict[str, Any], Future[dict[str, metrics.Scores]]]] = deque()
     total = sum(len(trained_run.held_out_cases) for trained_run in trained)
@@ -163,23 +163,23 @@ def check_folds(runs: Sequence[Run], trained: Sequence[TrainedRun], prepared: Pr
             scored[case] = run
 
 
+@dataclass
 class _ResultFiles:
     """The masks and overlays of one evaluation."""
 
-    def __init__(self, out: Run, name: str, *, write_masks: bool) -> None:
-        self._out = out
-        self._name = name
-        self._write_masks = write_masks
-        self._names: set[str] = set()
-        self.pictures: dict[str, bytes] = {}
-        """PNG of each case, in memory until the case's score decides whether to write it."""
+    out: Run
+    folder: str
+    """Folder of the evaluation in `out`."""
+    written: set[str] = field(default_factory=set)
+    """Keys of the files written so far."""
+    pictures: dict[str, bytes] = field(default_factory=dict)
+    """PNG of each case, in memory until the case's score decides whether to write it."""
 
-    def add_mask(self, case: str, mask: npt.NDArray[np.uint8], geometry: Geometry) -> None:
-        """Write a mask, unless the config turns masks off."""
-        if self._write_masks:
-            file = f"{self._name}/masks/{uris.quote(case)}.nii.gz"
-            write_mask(self._out.file_uri(file), mask, geometry, config=self._out.config)
-            self._names.add(file)
+    def write_mask(self, case: str, mask: npt.NDArray[np.uint8], geometry: Geometry) -> None:
+        """Write the mask of a case."""
+        file = f"{self.folder}/masks/{uris.quote(case)}.nii.gz"
+        write_mask(self.out.file_uri(file), mask, geometry, config=self.out.config)
+        self.written.add(self.out.key(file))
 
     def keep_worst(self, cases: Sequence[dict[str, Any]]) -> None:
         """Drop the pictures of the best of the scored `cases`, so that at most `MAX_OVERLAYS` remain."""
@@ -190,15 +190,13 @@ class _ResultFiles:
     def finish(self) -> None:
         """Write the remaining pictures, and remove files of a previous evaluation."""
         for case, png in self.pictures.items():
-            file = f"{self._name}/overlays/{uris.quote(case)}.png"
-            self._out.write_bytes(file, png)
-            self._names.add(file)
-        current_keys = {self._out.key(file) for file in self._names}
+            file = f"{self.folder}/overlays/{uris.quote(case)}.png"
+            self.out.write_bytes(file, png)
+            self.written.add(self.out.key(file))
         for part in ("masks", "overlays"):
-            pages = self._out.store.list_pages(self._out.key(f"{self._name}/{part}/"))
-            self._out.store.delete(
-                [key for page in pages for key in page.column("path").to_pylist() if key not in current_keys]
-            )
+            pages = self.out.store.list_pages(self.out.key(f"{self.folder}/{part}/"))
+            keys = [key for page in pages for key in page.column("path").to_pylist()]
+            self.out.store.delete([key for key in keys if key not in self.written])
 
 
 def case_dice(case: Mapping[str, Any]) -> float:
@@ -226,7 +224,8 @@ def _predict_cases(
         del image
         if config.masks or truth is not None:
             in_scan = predictor.mask_in_scan(outputs, volume.grid)
-            files.add_mask(case, in_scan, geometry)
+        if config.masks:
+            files.write_mask(case, in_scan, geometry)
         if truth is None:
             yield case, on_grid, label.numpy(), volume.grid.spacing
         else:

@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import functools
-import json
 import math
+import re
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from voxlane.errors import ConfigError, NotFoundError, RunError
+from voxlane.errors import ConfigError, RunError
 from voxlane.pages.formatting import as_float
 from voxlane.settings import build
-from voxlane.store import Store, StoreConfig
+from voxlane.store import StoreConfig
 from voxlane.train.run import Run, find_runs
 from voxlane.uri import quote
 from voxlane.volume.description import Description
 
+_SUMMARY = re.compile("(evaluation/[^/]*)/summary.json")
 WORST_CASES = 6
 """Number of cases shown with pictures, besides the typical one."""
 
@@ -114,28 +114,49 @@ class Findings:
 def read_findings(run_uri: str, config: StoreConfig | None = None) -> Findings:
     """Read a run's files; raise RunError if there is no run. Other files that are missing or damaged are left out; the
     damaged ones are listed in `damaged_files`."""
-    folder = Run(run_uri, config)
-    store, prefix, uri = folder.store, folder.key(""), folder.folder_uri
+    run = Run(run_uri, config)
+    prefix = run.key("")
+    names = {key[len(prefix) :] for page in run.store.list_pages(prefix) for key in page.column("path").to_pylist()}
     damaged: list[str] = []
-    run = _read_json(store, prefix + "run.json", [], dict)
-    if run is None:
-        if folder.exists:
-            raise RunError("run.json is damaged", uri=uri, fix="Restore it, or train again into another folder")
-        run = _merge_folds(uri, config)
-    names = [key[len(prefix) :] for page in store.list_pages(prefix) for key in page.column("path").to_pylist()]
-    history = _read_json(store, prefix + "history.json", damaged, list) or []
-    evaluations = [
-        _read_evaluation(store, prefix, name.split("/")[1], set(names), damaged)
-        for name in sorted(names)
-        if name.count("/") == 2 and name.startswith("evaluation/") and name.endswith("/summary.json")
-    ]
+
+    def read(name: str, kind: type[Any]) -> Any:
+        """Return a file's content; None if it does not exist or does not hold a `kind`."""
+        if name not in names:
+            return None
+        try:
+            content = run.read_json(name)
+        except RunError:
+            content = None
+        if isinstance(content, kind):
+            return content
+        damaged.append(name)
+        return None
+
+    def read_evaluation(folder: str) -> Evaluation | None:
+        summary = read(f"{folder}/summary.json", dict)
+        if summary is None:
+            return None
+        cases = [case for case in read(f"{folder}/cases.json", list) or [] if isinstance(case, dict) and "case" in case]
+        evaluation = Evaluation(folder.removeprefix("evaluation/"), summary, cases)
+        pictured = [str(case["case"]) for case, _ in evaluation.pictured_cases]
+        files = {case: f"{folder}/overlays/{quote(case)}.png" for case in pictured}
+        bodies = {c: run.store.submit(run.store.get, run.key(file)) for c, file in files.items() if file in names}
+        return replace(evaluation, overlays={case: bytes(body.result()) for case, body in bodies.items()})
+
+    facts = read("run.json", dict)
+    if damaged:
+        fix = "Restore it, or train again into another folder"
+        raise RunError("run.json is damaged", uri=run.folder_uri, fix=fix)
+    history = read("history.json", list) or []
+    folders = [match[1] for name in sorted(names) if (match := _SUMMARY.fullmatch(name))]
+    evaluations = filter(None, map(read_evaluation, folders))
     return Findings(
-        uri=uri,
-        run=run,
+        uri=run.folder_uri,
+        run=_merge_folds(run.folder_uri, config) if facts is None else facts,
         history=[row for row in history if isinstance(row, dict) and math.isfinite(as_float(row.get("epoch")))],
-        stall=_read_json(store, prefix + "stall.json", damaged, dict) or {},
-        evaluations=sorted(filter(None, evaluations), key=lambda e: (e.name != "cross-validation", e.name)),
-        damaged_files=[name.removeprefix(prefix) for name in damaged],
+        evaluations=sorted(evaluations, key=lambda e: (e.name != "cross-validation", e.name)),
+        stall=read("stall.json", dict) or {},
+        damaged_files=damaged,
     )
 
 
@@ -148,21 +169,6 @@ def _merge_folds(uri: str, config: StoreConfig | None) -> dict[str, Any]:
     return {**facts[0], "fold": None, "fold_runs": names, "cases": {"train": [], "validation": held_out}}
 
 
-def _read_evaluation(store: Store, prefix: str, name: str, names: set[str], damaged: list[str]) -> Evaluation | None:
-    folder = f"evaluation/{name}/"
-    summary = _read_json(store, f"{prefix}{folder}summary.json", damaged, dict)
-    if summary is None:
-        return None
-    cases = _read_json(store, f"{prefix}{folder}cases.json", damaged, list) or []
-    evaluation = Evaluation(name, summary, [case for case in cases if isinstance(case, dict) and "case" in case])
-    pictures: dict[str, Future[Any]] = {}
-    for case, _ in evaluation.pictured_cases:
-        key = f"{folder}overlays/{quote(str(case['case']))}.png"
-        if key in names:
-            pictures[str(case["case"])] = store.submit(store.get, prefix + key)
-    return replace(evaluation, overlays={case: bytes(body.result()) for case, body in pictures.items()})
-
-
 def mean_dice(case: Mapping[str, Any], targets: Sequence[str]) -> float:
     """Return a case's mean Dice over the targets that were scored; NaN if none was."""
     values = [value for t in targets if math.isfinite(value := score(case, t, "dice"))]
@@ -173,17 +179,3 @@ def score(case: Mapping[str, Any], target: str, name: str) -> float:
     """Return one score of one case; NaN if it was not scored."""
     scores = case.get(target)
     return as_float(scores.get(name) if isinstance(scores, dict) else None)
-
-
-def _read_json(store: Store, key: str, damaged: list[str], kind: type[Any]) -> Any:
-    """Return a file's content, or None if it does not exist or does not hold a `kind`; the latter adds to `damaged`."""
-    try:
-        value = json.loads(bytes(store.get(key)))
-    except NotFoundError:
-        return None
-    except ValueError:
-        value = None
-    if not isinstance(value, kind):
-        damaged.append(key)
-        return None
-    return value

@@ -16,11 +16,12 @@ from tqdm import tqdm
 
 from voxlane import uri as uris
 from voxlane.checkpoint import Checkpoint
-from voxlane.errors import ConfigError, NotFoundError, RunError, ScanError
+from voxlane.errors import ConfigError, RunError, ScanError
 from voxlane.model.networks import build
 from voxlane.model.sliding_window import predict_windows
 from voxlane.settings import record
 from voxlane.store import StoreConfig
+from voxlane.store.bucket import ignore_missing_object
 from voxlane.train.config import resolve_network
 from voxlane.train.run import Run, TrainedRun
 from voxlane.volume.case_checks import compare_grids, count_not_finite, count_values, stack_channels
@@ -154,22 +155,13 @@ class Predictor:
 
     def mask_in_scan(self, outputs: torch.Tensor, grid: Grid) -> Mask:
         """Return a scan's mask from outputs on the plan's grid, resampled to the scan's grid one output at a time."""
-        values = self.description.mask_values
-        mask: torch.Tensor | None = None
-        best: torch.Tensor | None = None
-        for index, output in enumerate(outputs):
-            channel = outputs_to_scan(output[None].float(), grid)[0]
-            if mask is None:
-                mask = torch.zeros(channel.shape, dtype=torch.uint8)
-            if self.description.regions:
-                mask[channel > 0] = values[index]
-            elif best is None:
-                best = channel
-            else:
-                higher = channel > best
-                mask[higher] = values[index - 1]
-                best = torch.maximum(best, channel, out=best)
-        assert mask is not None
+        channels = (outputs_to_scan(output[None].float(), grid)[0] for output in outputs)
+        best = None if self.description.regions else next(channels)
+        mask = torch.zeros([side.stop - side.start for side in grid.crop], dtype=torch.uint8)
+        for value, channel in zip(self.description.mask_values, channels, strict=True):
+            mask[channel > (0 if best is None else best)] = value
+            if best is not None:
+                torch.maximum(best, channel, out=best)
         return mask_to_scan(mask.numpy(), grid)
 
 
@@ -193,17 +185,12 @@ def _load_network(run: Run, trained: TrainedRun, config: PredictConfig) -> torch
 
 def load_weights(run: Run, checkpoint: Literal["best", "last"]) -> dict[str, Any]:
     """Load the network's weights from a run's checkpoint; from `last` if there is no `best`."""
-    names = ["best", "last"] if checkpoint == "best" else ["last"]
-    for name in names:
-        try:
+    prefix = "network."
+    for name in dict.fromkeys((checkpoint, "last")):
+        with ignore_missing_object():
             loaded = Checkpoint(run.checkpoints_uri, run.config).load(f"{name}.ckpt", map_location="cpu")
-        except NotFoundError as error:
-            if type(error) is not NotFoundError:
-                raise
-            continue
-        prefix = "network."
-        state = loaded.get("state_dict") if isinstance(loaded, dict) else None
-        return {k.removeprefix(prefix): v for k, v in (state or {}).items() if k.startswith(prefix)}
+            state = loaded.get("state_dict") if isinstance(loaded, dict) else None
+            return {k.removeprefix(prefix): v for k, v in (state or {}).items() if k.startswith(prefix)}
     raise RunError(
         "the run has no checkpoint yet", uri=run.folder_uri, fix="Continue it: voxlane train DATA --run RUN --resume"
     )

@@ -48,13 +48,11 @@ def report(run_uri: str, config: StoreConfig | None = None) -> str:
     run per fold, each of them gets a page, and RUN gets one about their cross-validation. Raises RunError if there is
     no run at `run_uri`.
     """
-    runs = find_runs(run_uri, config)
-    if [run.folder_uri for run in runs] != [Run(run_uri, config).folder_uri]:
-        for run in runs:
-            report(run.folder_uri, config)
-    findings = read_findings(run_uri, config)
     run = Run(run_uri, config)
-    run.write_bytes("report.html", render_run_page(findings).encode())
+    if not run.exists:
+        for fold_run in find_runs(run_uri, config):
+            report(fold_run.uri, config)
+    run.write_bytes("report.html", render_run_page(read_findings(run_uri, config)).encode())
     return run.file_uri("report.html")
 
 

@@ -19,8 +19,9 @@ from typing import Any
 
 from voxlane import settings
 from voxlane import uri as uris
-from voxlane.errors import AlreadyExistsError, NotFoundError, RunError
+from voxlane.errors import AlreadyExistsError, RunError
 from voxlane.store import Store, StoreConfig
+from voxlane.store.bucket import ignore_missing_object
 from voxlane.train.config import TrainConfig
 from voxlane.volume.description import Description
 from voxlane.volume.plan import Plan, Triple
@@ -68,10 +69,6 @@ class Run:
             "a run already exists here", uri=self.folder_uri, fix="Continue it with --resume, or choose another --run"
         )
 
-    def update(self, facts: dict[str, Any]) -> None:
-        """Replace run.json."""
-        self.write_json("run.json", {"version": VERSION, **facts})
-
     def read_facts(self) -> dict[str, Any]:
         """Return the content of run.json."""
         facts = self.read_json("run.json")
@@ -116,17 +113,15 @@ class Run:
     def read_json(self, name: str) -> Any:
         """Return the content of a JSON file of this run, or None if the file does not exist."""
         try:
-            return json.loads(bytes(self.store.get(self.key(name))))
-        except NotFoundError as error:
-            if type(error) is not NotFoundError:
-                raise
-            return None
+            with ignore_missing_object():
+                return json.loads(bytes(self.store.get(self.key(name))))
         except ValueError:
             raise RunError(
                 "not JSON: the file is damaged",
                 uri=self.file_uri(name),
                 fix="Restore it, or train again into another folder",
             ) from None
+        return None
 
     def write_json(self, name: str, value: Any) -> None:
         """Write a JSON file of this run atomically."""
@@ -188,6 +183,11 @@ class TrainedRun:
         if not is_valid:
             raise run.damaged_error()
         return trained
+
+    @property
+    def batch(self) -> int:
+        """Number of patches per step, over all ranks."""
+        return self.config.batch or self.plan.batch
 
     @property
     def patch(self) -> Triple:

@@ -74,7 +74,7 @@ def prepare_run(
         check_devices(config, config.devices)
     facts = _describe_run(config, prepared, ranks, command)
     if resume:
-        run.update({**run.read_facts(), **{k: facts[k] for k in ("config", "environment")}})
+        run.write_json("run.json", {**run.read_facts(), **{k: facts[k] for k in ("config", "environment")}})
     else:
         run.create(facts)
     return config

@@ -14,7 +14,7 @@ import tempfile
 import time
 import urllib.parse
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -23,6 +23,7 @@ from typing import Any
 from voxlane import uri as uris
 from voxlane.errors import ChangedError, ConfigError, MissingExtraError, NotFoundError, RunError, VoxlaneError
 from voxlane.store import ObjectInfo, RetryConfig, Store, StoreConfig
+from voxlane.store.bucket import ignore_missing_object
 
 HOST = "127.0.0.1"
 """TensorBoard has no access control, so only this machine may reach it."""
@@ -48,20 +49,14 @@ class EventListing:
     event_files: list[ObjectInfo] = field(default_factory=list)
     has_run: bool = False
     """Whether there is a run or a search, even one without events yet."""
-    updated_files: int = 0
-    """Number of files that were new or had grown at the last sync."""
-    moved_bytes: int = 0
-    """Number of bytes that the last sync downloaded."""
 
 
 def local_name(root: str, key: str) -> str:
     """Return the path of the event file `key` in the copy of the prefix `root` (which ends in a slash, or is empty).
     TensorBoard names runs after folders, so the folder `tensorboard` is left out, and a run keeps its name."""
-    base = root.rstrip("/").rpartition("/")[2]
-    parts = key[len(root) :].split("/")
-    if base == _FOLDER:
-        base = root.rstrip("/").rpartition("/")[0].rpartition("/")[2]
-    return "/".join(part for part in (base or "run", *parts[:-1], parts[-1]) if part not in (_FOLDER, "", "."))
+    folders = [part for part in root.split("/") if part not in (_FOLDER, "")]
+    parts = [*(folders[-1:] or ["run"]), *key[len(root) :].split("/")]
+    return "/".join(part for part in parts if part not in (_FOLDER, "", "."))
 
 
 class EventMirror:
@@ -87,8 +82,7 @@ class EventMirror:
         listing = self._list_events()
         for key in set(self._copied) - {file.key for file in listing.event_files}:
             self._remove(key)
-        moved = [size for size in self._pool.map(self._update, listing.event_files) if size is not None]
-        listing.updated_files, listing.moved_bytes = len(moved), sum(moved)
+        list(self._pool.map(self._update, listing.event_files))
         return listing
 
     # -- listing -------------------------------------------------------------------------------------------------------
@@ -110,51 +104,43 @@ class EventMirror:
     def _list_folder(self, folder: str) -> tuple[list[str], list[ObjectInfo]]:
         """Return the folders (keys with a trailing slash) and the objects directly in `folder`."""
         prefix = folder.rstrip("/") or None
-        try:
+        response: Any = {"common_prefixes": [], "objects": []}
+        with ignore_missing_object():  # a missing folder counts as empty
             response = self._store.call(
                 "list", self._store.uri(folder), lambda: self._store.native.list_with_delimiter(prefix)
             )
-        except NotFoundError as error:
-            if type(error) is not NotFoundError:  # a missing folder counts as empty, a missing bucket does not
-                raise
-            return [], []
         folders = [f"{key.rstrip('/')}/" for key in response["common_prefixes"]]
         return folders, [ObjectInfo(meta["path"], meta["size"], meta["e_tag"], None) for meta in response["objects"]]
 
     # -- copying -------------------------------------------------------------------------------------------------------
 
-    def _update(self, remote: ObjectInfo) -> int | None:
-        """Update the copy of one file; return the bytes downloaded, None if it is unchanged or unavailable now."""
+    def _update(self, remote: ObjectInfo) -> None:
+        """Update the copy of one file."""
         copied = self._copied.get(remote.key)
         if copied == remote:
-            return None
-        try:
+            return
+        with contextlib.suppress(ChangedError, NotFoundError):  # being replaced or removed; the next sync will notice
             if copied is None:
-                moved = self._download(remote)
+                self._download(remote)
             elif remote.size > copied.size and (rest := self._read_appended(copied, remote)) is not None:
                 with self._path(remote.key).open("ab") as file:
                     file.write(rest)
-                moved = len(rest)
             else:
                 # Other content under the same name. TensorBoard continues where it was, and would not notice: so the
                 # file is removed, which ends the run for TensorBoard, and downloaded again by the next sync.
                 self._remove(remote.key)
-                return None
-        except (ChangedError, NotFoundError):
-            return None  # it is being replaced or removed; the next sync will notice
-        self._copied[remote.key] = remote
-        return moved
+                return
+            self._copied[remote.key] = remote
 
-    def _download(self, remote: ObjectInfo) -> int:
+    def _download(self, remote: ObjectInfo) -> None:
         path = self._path(remote.key)
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("wb") as file:
             if self._closed:
-                return 0
+                return
             for start in range(0, remote.size, _PART_BYTES):
                 stop = min(start + _PART_BYTES, remote.size)
                 file.write(self._store.get(remote.key, start, stop, etag=remote.etag))
-        return remote.size
 
     def _read_appended(self, copied: ObjectInfo, remote: ObjectInfo) -> bytes | None:
         """Return the bytes after the copied ones; None if the copied bytes have changed."""
@@ -204,23 +190,17 @@ def serve(
 ) -> None:
     """Serve TensorBoard for the runs below `uri` until KeyboardInterrupt; remove the local copy then. `ready` is called
     with its URL. `wait`: a run that does not exist yet is not an error."""
-    with _open_mirror(uri, config) as mirror:
+    folder = Path(tempfile.mkdtemp(prefix="voxlane-tensorboard-"))
+    mirror = EventMirror(uri, config, folder)
+    try:
         listing = mirror.sync()
         if not (listing.has_run or wait):
             raise RunError("no run exists here", uri=uri, fix="Give the URI of a run, a search or a folder of runs")
-        url, bound_port = launch(mirror.folder, port, every_s, title=uri)
+        url, bound_port = launch(folder, port, every_s, title=uri)
         if bound_port != port and port:
             print_line(f"port {port} is in use; using {bound_port}")
         ready(url)
         _follow(mirror, listing, every_s, print_line)
-
-
-@contextlib.contextmanager
-def _open_mirror(uri: str, config: StoreConfig | None) -> Iterator[EventMirror]:
-    folder = Path(tempfile.mkdtemp(prefix="voxlane-tensorboard-"))
-    mirror = EventMirror(uri, config, folder)
-    try:
-        yield mirror
     finally:
         mirror.close()
         for _ in range(20):  # a thread may be creating a folder in it
@@ -235,7 +215,6 @@ def _follow(
 ) -> None:
     """Sync forever. An unreachable bucket is reported once, and tried again."""
     last_count = -1
-    failing = False
     while True:
         if listing is not None:
             count = len(listing.event_files)
@@ -245,16 +224,15 @@ def _follow(
                 print_line(files if count else f"no events yet; checking every {every_s:g} s")
             last_count = count
         time.sleep(every_s)
+        failed_before = listing is None
         try:
             listing = mirror.sync()
-            if failing:
+            if failed_before:
                 print_line("the bucket answers again")
-            failing = False
         except VoxlaneError as error:
             listing = None
-            if not failing:
+            if not failed_before:
                 print_line(f"{error}; trying again every {every_s:g} s")
-            failing = True
 
 
 def launch(folder: Path, port: int, every_s: float, title: str) -> tuple[str, int]:

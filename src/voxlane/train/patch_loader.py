@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -18,17 +19,17 @@ from torch import Tensor
 from voxlane.dataset import DataLoader
 from voxlane.dataset.base import OrderedDataset
 
-_INTEGER_FIELDS = ("seed", "row", "position")
 
-
+@dataclass
 class PackedBatch:
-    """A batch of patches in one block of memory: the images, then the labels; integers per patch are kept apart."""
+    """A batch of patches in one block of memory; integers per patch are kept apart."""
 
-    def __init__(self, memory: Tensor, image_shape: tuple[int, ...], integers: dict[str, list[int]]) -> None:
-        """Wrap `memory`, the bytes of float32 images of `image_shape` (batch, channels, z, y, x) and uint8 labels."""
-        self._memory = memory
-        self._image_shape = image_shape
-        self._integers = integers
+    memory: Tensor
+    """Bytes of the float32 images, then of the uint8 labels."""
+    image_shape: tuple[int, ...]
+    """Shape of the images: batch, channels, z, y, x."""
+    integers: dict[str, list[int]]
+    """Seed, row and position of each patch."""
 
     @classmethod
     def collate(cls, samples: list[dict[str, Any]]) -> PackedBatch:
@@ -42,11 +43,8 @@ class PackedBatch:
         else:
             shared = torch.UntypedStorage._new_shared(total_bytes)  # type: ignore[no-untyped-call]
             memory = torch.empty(0, dtype=torch.uint8).set_(shared)
-        packed = cls(
-            memory,
-            (len(samples), *image.shape),
-            {name: [sample[name] for sample in samples] for name in _INTEGER_FIELDS},
-        )
+        integers = {name: [sample[name] for sample in samples] for name in ("seed", "row", "position")}
+        packed = cls(memory, (len(samples), *image.shape), integers)
         batch = packed.unpack()
         torch.stack([sample["image"] for sample in samples], out=batch["image"])
         torch.stack([sample["label"] for sample in samples], out=batch["label"])
@@ -54,16 +52,16 @@ class PackedBatch:
 
     def pin_memory(self) -> PackedBatch:
         """Return a copy in pinned memory, which a GPU reads asynchronously. torch's loader calls this."""
-        return PackedBatch(self._memory.pin_memory(), self._image_shape, self._integers)
+        return replace(self, memory=self.memory.pin_memory())
 
     def unpack(self) -> dict[str, Tensor]:
         """Return the batch as torch's default collation would; image and label are views of the block."""
-        batch_size, _, *sides = self._image_shape
-        image_bytes = math.prod(self._image_shape) * 4
+        batch_size, _, *sides = self.image_shape
+        image_bytes = math.prod(self.image_shape) * 4
         return {
-            "image": self._memory[:image_bytes].view(torch.float32).view(self._image_shape),
-            "label": self._memory[image_bytes:].view(batch_size, *sides),
-            **{name: torch.tensor(values, dtype=torch.int64) for name, values in self._integers.items()},
+            "image": self.memory[:image_bytes].view(torch.float32).view(self.image_shape),
+            "label": self.memory[image_bytes:].view(batch_size, *sides),
+            **{name: torch.tensor(values, dtype=torch.int64) for name, values in self.integers.items()},
         }
 
 
@@ -78,10 +76,8 @@ class PatchLoader(DataLoader):
         batches = super().__iter__()
         while True:
             started_at = time.perf_counter()
-            try:
-                batch = next(batches, None)
-            finally:
-                self.waited_s += time.perf_counter() - started_at
+            batch = next(batches, None)
+            self.waited_s += time.perf_counter() - started_at
             if batch is None:
                 return
             yield batch.unpack()

@@ -42,7 +42,7 @@ def test_steps_are_recorded_on_a_single_gpu_only(
         return "compiled"
 
     monkeypatch.setattr(torch, "compile", compiled)
-    module = Segmenter(build_config(config_values), PLAN, DESCRIPTION, 10, ranks=ranks)
+    module = Segmenter(build_config(config_values), PLAN, DESCRIPTION, ranks=ranks)
     module.on_fit_start()
     assert module.prefetch is None, "a CPU prefetches nothing"
     assert (module._step == module._compute_loss) == (not config_values.get("compile"))
@@ -58,7 +58,7 @@ def test_steps_are_recorded_on_a_single_gpu_only(
 
 def test_kernels_can_be_switched_off() -> None:
     for fused in (True, False):
-        module = Segmenter(build_config({"fused": fused}), PLAN, DESCRIPTION, 10)
+        module = Segmenter(build_config({"fused": fused}), PLAN, DESCRIPTION)
         assert module.loss.fused == fused
         kinds = {type(layer).__name__ for layer in module.network.modules()}
         assert ("InstanceNormAct" in kinds) == fused
@@ -177,7 +177,7 @@ def test_prefetch_limits_steps_ahead_and_counts_their_waits(monkeypatch: pytest.
 
 def test_saving_does_not_change_the_optimizer(tmp_path: Path) -> None:
     """Fused optimizers need states in the memory format of the weights; a checkpoint stores them contiguously."""
-    module = Segmenter(build_config({}), PLAN, DESCRIPTION, 10)
+    module = Segmenter(build_config({}), PLAN, DESCRIPTION)
     optimizer = torch.optim.SGD(module.network.parameters(), lr=0.1, momentum=0.9)
     out = module.network(torch.randn(2, 1, 8, 8, 8))
     sum(each.sum() for each in (out if isinstance(out, list) else [out])).backward()

@@ -192,7 +192,7 @@ def write_run(bucket: Bucket, name: str) -> None:
     entry = {"lr": 0.1, "mean_dice": 0.5, "patches_per_s": 1.0, "wait_share": 0.0, "memory_bytes": 1}
     for epoch in range(3):
         events.add_scalars({**entry, "step": epoch, "loss": 1.0 - epoch / 4, "dice": {"kidney": 0.5}})
-    events.add_picture("validation/case_0", np.zeros((8, 24, 3), np.uint8), 2)
+    events.writer.add_image("validation/case_0", np.zeros((8, 24, 3), np.uint8), 2, dataformats="HWC")
     events.close()
 
 

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from voxlane.train.timing import STEPS_AHEAD, GpuPrefetch, GpuWaits, LoaderTime, attribute_wait, split_seconds
+from voxlane.train.timing import STEPS_AHEAD, GpuPrefetch, GpuWaits, attribute_wait, split_seconds
 
 seconds = st.floats(0, 100)
 
@@ -42,8 +42,8 @@ def test_shares_add_up_to_the_wall_time(late: list[tuple[float, float, float]], 
     """Augmentation that runs beside a step takes no time of the run."""
     waits = sum((attribute_wait(*each) for each in late), GpuWaits())
     wall_s = sum(max(0.0, each[0]) + step_s for each in late)
-    parts = {"augment": waits.augment_s, "step": step_s * len(late), "validate": 0.0}
-    shares = split_seconds(wall_s, LoaderTime(waits.loader_s, 1.0, 3.0), parts)
+    measured = {"augment": waits.augment_s, "step": step_s * len(late), "validate": 0.0}
+    shares = split_seconds(wall_s, {**measured, "waited": waits.loader_s, "bucket": 1.0, "decode": 3.0})
     assert sum(shares.values()) == pytest.approx(wall_s, abs=1e-6)
     assert shares["bucket"] + shares["decode"] == pytest.approx(waits.loader_s, abs=1e-6)
     assert shares["step"] == pytest.approx(step_s * len(late))

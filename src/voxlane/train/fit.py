@@ -7,7 +7,6 @@ URI: the run's folder holds everything else that it needs.
 from __future__ import annotations
 
 import logging
-import math
 import os
 import signal
 import sys
@@ -16,12 +15,12 @@ import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
 import torch.utils.data
-from lightning.pytorch.callbacks import EarlyStopping
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from voxlane.checkpoint.lightning import AsyncBucketCheckpointIO
@@ -110,9 +109,7 @@ def _fit_local_ranks(
     )
     try:
         with quiet_loggers(logging.CRITICAL, "torch.distributed.elastic", "torch.distributed.launcher"):
-            reports: dict[int, dict[str, Any]] = elastic_launch(launch_config, _fit_local_rank)(
-                run_uri, store, resume, progress
-            )
+            reports: dict[int, dict[str, Any]] = elastic_launch(launch_config, fit)(run_uri, store, resume, progress)
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
         message: Any = failure.message
@@ -122,16 +119,12 @@ def _fit_local_ranks(
     return reports[0]
 
 
-def _fit_local_rank(run_uri: str, store: StoreConfig | None, resume: bool, progress: bool | None) -> dict[str, Any]:
-    return fit(run_uri, store, resume=resume, progress=progress)
-
-
 def fit(
     run_uri: str,
     store: StoreConfig | None = None,
-    *,
     resume: bool = False,
     progress: bool | None = None,
+    *,
     until_epoch: int | None = None,
     on_epoch: OnEpoch | None = None,
     prepared: Prepared | None = None,
@@ -147,19 +140,59 @@ def fit(
         rank_info = read_rank_info()
         run = Run(run_uri, store)
         trained = TrainedRun.load(run)
+        config, plan = trained.config, trained.plan
         prepared = prepared or Prepared.load(trained.data_uri, store)
         if prepared.digest != trained.data_digest:
             raise RunError(
                 "the dataset was prepared again after the run was created", uri=prepared.uri, fix="Start a new run"
             )
-        check_devices(trained.config, rank_info.local_world_size)
-        last_epoch = min(trained.config.epochs, until_epoch or trained.config.epochs)
-        history, checkpoint = _find_resume_point(run, trained.config, last_epoch) if resume else ([], None)
+        check_devices(config, rank_info.local_world_size)
+        last_epoch = min(config.epochs, until_epoch or config.epochs)
+        history, checkpoint = _find_resume_point(run, config, last_epoch) if resume else ([], None)
         if _count_epochs(history) >= last_epoch:  # ranks saved everything, and were lost before they could report it
-            if _count_epochs(history) >= trained.config.epochs and rank_info.rank == 0:
-                run.mark_done(_count_epochs(history), trained.config.epochs)
+            if _count_epochs(history) >= config.epochs and rank_info.rank == 0:
+                run.mark_done(_count_epochs(history), config.epochs)
             return dict(run.read_json("stall.json") or {})
-        return _fit_rank(run, trained, prepared, rank_info, history, checkpoint, last_epoch, progress, on_epoch)
+        rank_batch = split_batch(trained.batch, rank_info.world_size)
+        # By default a device computes as many patches at once as each rank had when the run started. A Dice over the
+        # batch as one needs all of them.
+        share_at_start = -(-trained.batch // trained.facts.get("ranks", config.devices))
+        at_once = config.device_batch or (rank_batch if plan.batch_dice else share_at_start)
+        loader = _make_loader(trained, prepared, rank_batch, rank_info)
+        held_out_rows = prepared.split(config.fold)[1][: config.validation.max_cases]
+        progress_bar = sys.stdout.isatty() if progress is None else progress
+        with silence_lightning(), _explain_out_of_memory(config, plan):
+            parts = -(-rank_batch // at_once)
+            module = Segmenter(config, plan, trained.description, ranks=rank_info.world_size, parts=parts)
+            recorder = Recorder(
+                run,
+                module,
+                loader,
+                history,
+                print_epochs=progress is None and not progress_bar,
+                previous_stall=run.read_json("stall.json") if checkpoint else None,
+            )
+            trainer = make_trainer(
+                module,
+                run,
+                recorder,
+                rank_info,
+                last_epoch,
+                patches_at_once=min(at_once, rank_batch),
+                validates=bool(held_out_rows),
+                progress_bar=progress_bar,
+                on_epoch=on_epoch,
+            )
+            volumes = _make_volume_loader(config, loader.dataset, held_out_rows)
+            with _translate_stop(run, trainer):
+                trainer.fit(module, loader, volumes, ckpt_path=checkpoint, weights_only=True if checkpoint else None)
+            report = recorder.finish(trainer)
+            trainer.strategy.checkpoint_io.teardown()
+        epochs = _count_epochs(recorder.history)
+        stopped_early = any(callback.stopped_epoch > 0 for callback in trainer.early_stopping_callbacks)
+        if rank_info.rank == 0 and (epochs >= config.epochs or stopped_early):
+            run.mark_done(epochs, config.epochs)
+        return report
 
 
 def _count_epochs(history: Sequence[Mapping[str, Any]]) -> int:
@@ -196,81 +229,8 @@ def _find_resume_point(run: Run, config: TrainConfig, last_epoch: int) -> tuple[
     return history, checkpoint
 
 
-def _fit_rank(
-    run: Run,
-    trained: TrainedRun,
-    prepared: Prepared,
-    rank_info: RankInfo,
-    history: list[dict[str, Any]],
-    checkpoint: str | None,
-    last_epoch: int,
-    progress: bool | None,
-    on_epoch: OnEpoch | None,
-) -> dict[str, Any]:
-    config, plan = trained.config, trained.plan
-    training_rows, held_out_rows = prepared.split(config.fold)
-    held_out_rows = held_out_rows[: config.validation.max_cases]
-    rank_batch = split_batch(config.batch or plan.batch, rank_info.world_size)
-    at_once = _count_patches_at_once(trained, rank_batch)
-    loader = _make_loader(config, plan, prepared, training_rows, rank_batch, rank_info)
-    progress_bar = sys.stdout.isatty() if progress is None else progress
-    with silence_lightning(), _explain_out_of_memory(config, plan):
-        module = Segmenter(
-            config,
-            plan,
-            trained.description,
-            config.epochs * config.steps_per_epoch,
-            ranks=rank_info.world_size,
-            parts=-(-rank_batch // at_once),
-        )
-        recorder = Recorder(
-            run,
-            loader,
-            prepared,
-            history,
-            validate_every=config.validation.every_epochs,
-            print_epochs=progress is None and not progress_bar,
-            previous_stall=run.read_json("stall.json") if checkpoint else None,
-        )
-        trainer = make_trainer(
-            config,
-            run,
-            recorder,
-            rank_info,
-            last_epoch,
-            parameters=sum(p.numel() for p in module.network.parameters()),
-            voxels_at_once=min(at_once, rank_batch) * math.prod(module.patch),
-            validates=bool(held_out_rows),
-            progress_bar=progress_bar,
-            on_epoch=on_epoch,
-        )
-        with _translate_stop(run, trainer):
-            volumes = _make_volume_loader(config, loader.dataset, held_out_rows)
-            trainer.fit(module, loader, volumes, ckpt_path=checkpoint, weights_only=True if checkpoint else None)
-        report = recorder.finish(trainer, module)
-        trainer.strategy.checkpoint_io.teardown()
-    epochs = _count_epochs(recorder.history)
-    stopped_early = any(isinstance(c, EarlyStopping) and c.stopped_epoch > 0 for c in trainer.early_stopping_callbacks)
-    if rank_info.rank == 0 and (epochs >= config.epochs or stopped_early):
-        run.mark_done(epochs, config.epochs)
-    return report
-
-
-def _count_patches_at_once(trained: TrainedRun, rank_batch: int) -> int:
-    """Return how many patches a device computes at once. By default as many as each rank had when the run started. A
-    Dice over the batch as one needs all of them."""
-    config, plan = trained.config, trained.plan
-    if config.device_batch is not None:
-        return config.device_batch
-    if plan.batch_dice:
-        return rank_batch
-    batch = config.batch or plan.batch
-    return int(-(-batch // trained.facts.get("ranks", config.devices)))
-
-
-def _make_loader(
-    config: TrainConfig, plan: Plan, prepared: Prepared, rows: Sequence[int], rank_batch: int, rank_info: RankInfo
-) -> PatchLoader:
+def _make_loader(trained: TrainedRun, prepared: Prepared, rank_batch: int, rank_info: RankInfo) -> PatchLoader:
+    config = trained.config
     workers = config.loader.workers
     if workers is None:
         workers = min(8, (os.cpu_count() or 1) // (2 * rank_info.local_world_size)) if uses_gpu(config) else 0
@@ -278,9 +238,9 @@ def _make_loader(
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // rank_info.local_world_size))
     stream = PatchStream(
         prepared,
-        rows,
-        samples=config.steps_per_epoch * (config.batch or plan.batch),
-        patch=config.patch or plan.patch,
+        prepared.split(config.fold)[0],
+        samples=config.steps_per_epoch * trained.batch,
+        patch=trained.patch,
         foreground_share=config.foreground_share,
         placement=config.placement,
         seed=config.seed,
@@ -298,27 +258,27 @@ def _make_loader(
     )
 
 
+@dataclass(eq=False)
 class _VolumeDataset(torch.utils.data.IterableDataset[dict[str, Any]]):
     """Whole volumes, for validation."""
 
-    def __init__(self, cases: Cases, rows: Sequence[int], *, read_ahead: int = 0) -> None:
-        """`read_ahead`: number of volumes that threads read before their turn."""
-        self._cases = cases
-        self._rows = rows
-        self._read_ahead = read_ahead
+    cases: Cases
+    rows: Sequence[int]
+    read_ahead: int
+    """Number of volumes that threads read before their turn."""
 
     def __len__(self) -> int:
-        return len(self._rows)
+        return len(self.rows)
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        if not self._read_ahead:
-            yield from map(self._read, self._rows)
+        if not self.read_ahead:
+            yield from map(self._read, self.rows)
             return
-        with ThreadPoolExecutor(self._read_ahead, thread_name_prefix="voxlane-volume") as pool:
-            yield from ordered_prefetch(pool, self._read, self._rows, self._read_ahead)
+        with ThreadPoolExecutor(self.read_ahead, thread_name_prefix="voxlane-volume") as pool:
+            yield from ordered_prefetch(pool, self._read, self.rows, self.read_ahead)
 
     def _read(self, row: int) -> dict[str, Any]:
-        image, label = self._cases.open(row).read_whole()
+        image, label = self.cases.open(row).read_whole()
         return {"image": image, "label": label, "row": row}
 
 

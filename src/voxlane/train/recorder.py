@@ -22,9 +22,8 @@ from voxlane.train import pictures
 from voxlane.train.patch_loader import PatchLoader
 from voxlane.train.run import Run
 from voxlane.train.segmenter import Segmenter
-from voxlane.train.timing import LoaderTime, add_stall_reports, make_stall_report, record_event
+from voxlane.train.timing import make_stall_report, record_event
 from voxlane.volume.patch_stream import PatchStream
-from voxlane.volume.prepared_dataset import Prepared
 
 _LOSS_STEPS = 10
 _BAR_INTERVAL_S = 0.1
@@ -36,37 +35,38 @@ class Recorder(pl.Callback):
     def __init__(
         self,
         run: Run,
+        module: Segmenter,
         loader: PatchLoader,
-        prepared: Prepared,
         history: list[dict[str, Any]],
         *,
-        validate_every: int,
-        print_epochs: bool = False,
-        previous_stall: dict[str, Any] | None = None,
+        print_epochs: bool,
+        previous_stall: dict[str, Any] | None,
     ) -> None:
         """`print_epochs`: print a line per epoch. `previous_stall`: the stall report from before a resume."""
         self.history = history
         self._print_epochs = print_epochs
         self._previous_stall = previous_stall
-        self._epoch_speed: tuple[float, float] | None = None
         self._run = run
+        self._module = module
         self._loader = loader
+        module.waited_s = lambda: loader.waited_s
         self._stream: PatchStream = loader.dataset
-        self._prepared = prepared
         self._previous_s = history[-1]["seconds"] if history else 0.0
-        self._started_at = self._epoch_started_at = time.perf_counter()
-        self._epoch_waited_s = 0.0
+        self._started_at = time.perf_counter()
+        self._last_loss = math.nan
+        self._steps = 0
+        self._events: EventWriter | None = None
+        self._reset_epoch()
+
+    def _reset_epoch(self) -> None:
+        self._epoch_started_at, self._epoch_waited_s = time.perf_counter(), self._waited_s()
+        self._epoch_speed: tuple[float, float] | None = None
         self._losses: list[torch.Tensor] = []
-        self._last_loss, self._last_loss_step = math.nan, 0
         self._pending_loss: tuple[torch.Tensor, Any] | None = None
         """A loss that is being copied from a GPU, and an event at the end of the copy."""
-        self._module: Segmenter | None = None
-        self._steps = 0
         self._patches, self._order = 0, 0
         self._paused_epoch: dict[str, Any] = {}
         """Totals of this epoch from before the run was stopped in the middle of it."""
-        self._validate_every = validate_every
-        self._events: EventWriter | None = None
 
     def on_load_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
@@ -77,9 +77,6 @@ class Recorder(pl.Callback):
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Start the clock, after set-up."""
-        assert isinstance(pl_module, Segmenter)
-        self._module = pl_module
-        pl_module.waited_s = lambda: self._loader.waited_s
         self._started_at = self._epoch_started_at = time.perf_counter()
         if trainer.is_global_zero:
             self._events = EventWriter(self._run)
@@ -92,16 +89,12 @@ class Recorder(pl.Callback):
         """Reset the epoch's totals and choose its patches."""
         self._loader.set_epoch(trainer.current_epoch)
         self._plan_validation(trainer)
-        self._epoch_started_at, self._epoch_waited_s = time.perf_counter(), self._waited_s()
-        self._losses, self._last_loss_step, self._pending_loss = [], 0, None
-        self._patches, self._order = 0, 0
-        self._paused_epoch = {}
-        self._epoch_speed = None
+        self._reset_epoch()
 
     def _plan_validation(self, trainer: pl.Trainer) -> None:
         """Validate after the last epoch, whatever the interval."""
         is_last = trainer.max_epochs is not None and trainer.current_epoch + 1 >= trainer.max_epochs
-        trainer.check_val_every_n_epoch = 1 if is_last else self._validate_every
+        trainer.check_val_every_n_epoch = 1 if is_last else self._module.settings.validation.every_epochs
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -125,19 +118,17 @@ class Recorder(pl.Callback):
 
     def _waited_s(self) -> float:
         """Return the seconds that training waited for the loader; on a GPU, those of the GPU in finished steps."""
-        prefetch = self._module.prefetch if self._module is not None else None
+        prefetch = self._module.prefetch
         return self._loader.waited_s if prefetch is None else prefetch.waits().loader_s
 
     @property
     def loss(self) -> float:
         """Mean loss of the last steps. On a GPU it may be a few steps old, because it never waits for the GPU."""
-        on_gpu = bool(self._losses) and self._losses[-1].is_cuda
         if self._pending_loss is not None and self._pending_loss[1].query():
             self._last_loss, self._pending_loss = float(self._pending_loss[0]), None
-        if self._pending_loss is None and len(self._losses) >= self._last_loss_step + (_LOSS_STEPS if on_gpu else 1):
-            self._last_loss_step = len(self._losses)
+        if self._pending_loss is None and self._losses:
             mean = torch.stack(self._losses[-_LOSS_STEPS:]).mean()
-            if on_gpu:
+            if mean.is_cuda:
                 # Into pinned memory, or it would wait.
                 self._pending_loss = mean.to("cpu", non_blocking=True), record_event()
             else:
@@ -150,8 +141,7 @@ class Recorder(pl.Callback):
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Append the epoch to the history and write everything."""
-        assert isinstance(pl_module, Segmenter)
-        totals = self._epoch_totals()
+        module, totals = self._module, self._epoch_totals()
         patches_per_s, wait_share = self.speed()
         entry = {
             "epoch": trainer.current_epoch,
@@ -159,30 +149,30 @@ class Recorder(pl.Callback):
             "seconds": totals["seconds"],
             "lr": trainer.optimizers[0].param_groups[0]["lr"],
             "loss": totals["loss"],
-            "dice": pl_module.dice_by_target,
-            "mean_dice": pl_module.mean_dice,
+            "dice": module.dice_by_target,
+            "mean_dice": module.mean_dice,
             "patches_per_s": patches_per_s,
             "wait_share": wait_share,
-            "memory_bytes": peak_memory_bytes(pl_module.device),
+            "memory_bytes": peak_memory_bytes(module.device),
             "ranks": totals["ranks"],
             "patches": totals["patches"],
             "order": totals["order"],
         }
         self.history.append(entry)
-        self._write_stall(trainer, pl_module)
+        self._write_stall(trainer)
         if trainer.is_global_zero:
             self._run.write_json("history.json", self.history)
             assert self._events is not None
             self._events.add_scalars(entry)
-            for drawn in pl_module.drawn:
-                case = self._prepared.case(drawn["row"])
+            for drawn in module.drawn:
+                case = self._stream.prepared.case(drawn["row"])
                 image, truth, predicted = drawn["image"][0].numpy(), drawn["label"].numpy(), drawn["predicted"].numpy()
                 picture = pictures.draw_row(image, truth, predicted, case.volume["spacing"])
-                self._events.add_picture(f"validation/{case.id}", picture, trainer.global_step)
+                self._events.writer.add_image(f"validation/{case.id}", picture, trainer.global_step, dataformats="HWC")
             self._events.publish()
             if self._print_epochs:
                 print(format_epoch(entry, trainer.max_epochs), flush=True)
-        pl_module.dice_by_target, pl_module.mean_dice, pl_module.drawn = None, None, []
+        module.dice_by_target, module.mean_dice, module.drawn = None, None, []
         self._paused_epoch = {}
 
     def _epoch_totals(self) -> dict[str, Any]:
@@ -204,11 +194,10 @@ class Recorder(pl.Callback):
             "seconds": self._previous_s + time.perf_counter() - self._started_at,
         }
 
-    def pause(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+    def pause(self, trainer: pl.Trainer) -> None:
         """Stop in the middle of an epoch; the next checkpoint holds its totals. Every rank must call it."""
-        assert isinstance(module, Segmenter)
         self._paused_epoch = self._epoch_totals()
-        self.finish(trainer, module)
+        self.finish(trainer)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the epoch's totals, for a checkpoint in the middle of an epoch."""
@@ -219,40 +208,36 @@ class Recorder(pl.Callback):
         self._paused_epoch = dict(state_dict)
         self._previous_s = state_dict.get("seconds", self._previous_s)
 
-    def finish(self, trainer: pl.Trainer, module: Segmenter) -> dict[str, Any]:
+    def finish(self, trainer: pl.Trainer) -> dict[str, Any]:
         """Write and return the final stall report of all ranks. Every rank must call it."""
-        report = self._write_stall(trainer, module)
+        report = self._write_stall(trainer)
         if self._events is not None:
             self._events.close()
         return report
 
-    def _write_stall(self, trainer: pl.Trainer, module: Segmenter) -> dict[str, Any]:
-        bucket_s, decode_s = self._stream.times_s
-        parts = {name: watch.total() for name, watch in module.watches.items()}
-        waited_s = self._loader.waited_s
-        if module.prefetch is not None:
-            waits = module.prefetch.waits(wait=True)
-            parts["augment"], waited_s = waits.augment_s, waits.loader_s
-        seconds = {"waited": waited_s, "bucket": bucket_s, "decode": decode_s, **parts}
+    def _write_stall(self, trainer: pl.Trainer) -> dict[str, Any]:
+        seconds = {name: watch.total() for name, watch in self._module.watches.items()}
+        seconds["waited"] = self._loader.waited_s
+        seconds["bucket"], seconds["decode"] = self._stream.times_s
+        prefetch = self._module.prefetch
+        if prefetch is not None:
+            waits = prefetch.waits(wait=True)
+            seconds["augment"], seconds["waited"] = waits.augment_s, waits.loader_s
         by_rank = gather_objects((seconds, self._stream.traffic().by_kind))
         ranks = len(by_rank)
-        mean = {name: sum(rank[0][name] for rank in by_rank) / ranks for name in seconds}
         traffic = {
             kind: {name: sum(rank[1][kind][name] for rank in by_rank) for name in counts}
             for kind, counts in by_rank[0][1].items()
         }
-        on_gpu = module.watches["step"].device.type == "cuda"
         report = make_stall_report(
             time.perf_counter() - self._started_at,
-            LoaderTime(mean["waited"], mean["bucket"], mean["decode"]),
-            {name: mean[name] for name in parts},
+            {name: sum(rank[0][name] for rank in by_rank) / ranks for name in seconds},
+            self._previous_stall,
             steps=self._steps,
             patches=self._steps * (self._loader.batch_size or 1) * ranks,
             traffic=Traffic(traffic),
-            on_gpu=on_gpu,
+            on_gpu=prefetch is not None,
         )
-        if self._previous_stall:
-            report = add_stall_reports(self._previous_stall, report, on_gpu=on_gpu)
         if trainer.is_global_zero:
             self._run.write_json("stall.json", report)
         return report
@@ -289,7 +274,7 @@ class EventWriter:
 
         self._run = run
         self._folder = Path(tempfile.mkdtemp(prefix="voxlane-board-"))
-        self._writer = SummaryWriter(str(self._folder))
+        self.writer = SummaryWriter(str(self._folder))
 
     def add_scalars(self, entry: dict[str, Any]) -> None:
         """Add the numbers of one epoch."""
@@ -298,21 +283,17 @@ class EventWriter:
         values |= {f"dice/{target}": dice for target, dice in (entry["dice"] or {}).items()}
         for name, value in values.items():
             if value is not None:
-                self._writer.add_scalar(name, value, entry["step"])
-
-    def add_picture(self, name: str, image: Any, step: int) -> None:
-        """Add a picture (height, width, 3)."""
-        self._writer.add_image(name, image, step, dataformats="HWC")
+                self.writer.add_scalar(name, value, entry["step"])
 
     def publish(self) -> None:
         """Copy the event files to the bucket."""
-        self._writer.flush()
+        self.writer.flush()
         for file in sorted(self._folder.iterdir()):
             self._run.write_bytes(f"tensorboard/{file.name}", file.read_bytes())
 
     def close(self) -> None:
         """Publish, and remove the local folder."""
-        self._writer.close()
+        self.writer.close()
         self.publish()
         shutil.rmtree(self._folder, ignore_errors=True)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -31,14 +30,7 @@ class Segmenter(pl.LightningModule):
     which resumes from a checkpoint computes what it would have computed without the pause."""
 
     def __init__(
-        self,
-        config: TrainConfig,
-        plan: Plan,
-        description: Description,
-        total_steps: int,
-        *,
-        ranks: int = 1,
-        parts: int = 1,
+        self, config: TrainConfig, plan: Plan, description: Description, *, ranks: int = 1, parts: int = 1
     ) -> None:
         """`parts`: number of parts in which a rank computes its share of a batch, one after another."""
         super().__init__()
@@ -47,7 +39,6 @@ class Segmenter(pl.LightningModule):
         self.settings = config
         self.plan = plan
         self.description = description
-        self.total_steps = total_steps
         self.patch = config.patch or plan.patch
         check_patch(resolve_network(config, plan), self.patch)
         with torch.random.fork_rng(devices=[]):
@@ -191,14 +182,20 @@ class Segmenter(pl.LightningModule):
 
     def configure_optimizers(self) -> Any:
         """Return the optimizer and its schedule, which advances after every batch."""
-        optimizer_config = dataclasses.replace(
-            self.settings.optimizer, lr=resolve_learning_rate(self.settings, self.plan)
-        )
-        # One kernel for all parameters; it cannot clip gradients while float16's scaler holds them scaled.
-        fused = self.device.type == "cuda" and self.settings.precision != "float16"
-        optimizer = make_optimizer(optimizer_config, self.network, fused=fused)
+        config = self.settings.optimizer
+        options: dict[str, Any] = {
+            "lr": resolve_learning_rate(self.settings, self.plan),
+            "weight_decay": config.weight_decay,
+            # One kernel for all parameters; it cannot clip gradients while float16's scaler holds them scaled.
+            "fused": self.device.type == "cuda" and self.settings.precision != "float16",
+        }
+        if config.name == "sgd":
+            options |= {"momentum": config.momentum, "nesterov": config.nesterov and config.momentum > 0}
+        optimizer_class = {"sgd": torch.optim.SGD, "adamw": torch.optim.AdamW}[config.name]
+        optimizer = optimizer_class(self.network.parameters(), **options)
+        total_steps = self.settings.epochs * self.settings.steps_per_epoch
         schedule = torch.optim.lr_scheduler.LambdaLR(
-            optimizer, lambda step: learning_rate_factor(step, self.total_steps, optimizer_config)
+            optimizer, lambda step: learning_rate_factor(step, total_steps, config)
         )
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
@@ -261,8 +258,7 @@ class Segmenter(pl.LightningModule):
     def on_validation_epoch_start(self) -> None:
         """Clear the previous validation."""
         self._dice_counts, self.drawn = [], []
-        if self.watches:
-            self.watches["validate"].start()
+        self.watches["validate"].start()
         self._predicting = self._unshard() if self.sharded else self.network
 
     def _unshard(self) -> torch.nn.Module:
@@ -308,8 +304,7 @@ class Segmenter(pl.LightningModule):
         self.dice = self.mean_dice or 0.0
         self.log("dice", self.dice, prog_bar=True, rank_zero_only=False)
         self._predicting = self.network
-        if self.watches:
-            self.watches["validate"].stop()
+        self.watches["validate"].stop()
 
     @property
     def autocast_dtype(self) -> torch.dtype | None:
@@ -327,20 +322,6 @@ def _mean(values: Iterable[float | None]) -> float | None:
     """Return the mean of the values that are numbers; None if there is none."""
     numbers = [value for value in values if value is not None and not math.isnan(value)]
     return sum(numbers) / len(numbers) if numbers else None
-
-
-def make_optimizer(config: OptimizerConfig, network: torch.nn.Module, *, fused: bool = False) -> torch.optim.Optimizer:
-    """Return the optimizer of a network's parameters."""
-    if config.name == "adamw":
-        return torch.optim.AdamW(network.parameters(), lr=config.lr, weight_decay=config.weight_decay, fused=fused)
-    return torch.optim.SGD(
-        network.parameters(),
-        lr=config.lr,
-        momentum=config.momentum,
-        nesterov=config.nesterov and config.momentum > 0,
-        weight_decay=config.weight_decay,
-        fused=fused,
-    )
 
 
 def learning_rate_factor(step: int, total_steps: int, config: OptimizerConfig) -> float:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,24 +28,21 @@ class Stopwatch:
 
     def start(self) -> None:
         """Start measuring."""
-        if self.device.type == "cuda":
-            self._pairs.append((record_event(), None))
-        else:
-            self._started_at = time.perf_counter()
+        self._started: Any = record_event() if self.device.type == "cuda" else time.perf_counter()
 
     def stop(self) -> None:
         """Stop measuring."""
         if self.device.type == "cuda":
-            self._pairs[-1] = self._pairs[-1][0], record_event()
+            self._pairs.append((self._started, record_event()))
         else:
-            self.seconds += time.perf_counter() - self._started_at
+            self.seconds += time.perf_counter() - self._started
 
     def total(self) -> float:
         """Return the seconds so far. Waits for the GPU."""
         if self._pairs:
             torch.cuda.synchronize(self.device)
-            self.seconds += sum(a.elapsed_time(b) / 1000 for a, b in self._pairs if b is not None)
-            self._pairs = [pair for pair in self._pairs if pair[1] is None]  # still running
+            self.seconds += sum(started.elapsed_time(ended) / 1000 for started, ended in self._pairs)
+            self._pairs.clear()
         return self.seconds
 
 
@@ -133,98 +130,72 @@ class GpuPrefetch:
         return self._total
 
 
-@dataclass(frozen=True)
-class LoaderTime:
-    """Time of one rank's loader."""
-
-    waited_s: float
-    """Seconds that the training loop, or the steps of a GPU, waited for a batch."""
-    bucket_s: float
-    """Seconds that threads waited for the bucket, summed over threads."""
-    decode_s: float
-    """Seconds that threads decoded and assembled patches, summed over threads."""
-
-
-def split_seconds(wall_s: float, loader: LoaderTime, parts: dict[str, float]) -> dict[str, float]:
+def split_seconds(wall_s: float, measured: Mapping[str, float]) -> dict[str, float]:
     """Split the run's seconds by activity.
 
     Activities: waiting for patches that are being downloaded (bucket) or decoded (decode), augmenting, the step
-    (forward, loss, backward, optimizer), validating, and the rest. Augmenting beside a step counts only as long as the
-    next step waited for it. Time spent waiting for the loader is divided by what its threads did meanwhile; time in
-    which a GPU worked as well counts as the GPU's.
+    (forward, loss, backward, optimizer), validating, and the rest. `measured` holds the seconds of augment, step and
+    validate, and of the loader: those that training `waited` for it, and those that its threads spent on bucket and
+    decode, summed over threads. Augmenting beside a step counts only as long as the next step waited for it. Time spent
+    waiting for the loader is divided by what its threads did meanwhile; time in which a GPU worked as well counts as
+    the GPU's.
     """
-    measured = {name: parts.get(name, 0.0) for name in ("augment", "step", "validate")}
-    waited = min(loader.waited_s, max(0.0, wall_s - sum(measured.values())))
-    busy = loader.bucket_s + loader.decode_s
-    bucket = waited * loader.bucket_s / busy if busy else waited
-    seconds = {"bucket": bucket, "decode": waited - bucket, **measured}
+    device = {name: measured[name] for name in ("augment", "step", "validate")}
+    waited = min(measured["waited"], max(0.0, wall_s - sum(device.values())))
+    busy = measured["bucket"] + measured["decode"]
+    bucket = waited * measured["bucket"] / busy if busy else waited
+    seconds = {"bucket": bucket, "decode": waited - bucket, **device}
     return {**seconds, "other": max(0.0, wall_s - sum(seconds.values()))}
 
 
-def find_bottleneck(seconds: dict[str, float], *, on_gpu: bool) -> tuple[str, str]:
+def find_bottleneck(seconds: Mapping[str, float], *, on_gpu: bool) -> tuple[str, str]:
     """Return the activity that takes most of the training time, and a sentence about it that says what would help."""
     faster = "A faster GPU, larger patches or a smaller network" if on_gpu else "A GPU or a smaller base_features"
     titles = {"bucket": "the bucket", "decode": "decoding", "augment": "augmentation", "step": "the training step"}
-    training = {name: seconds[name] for name in ("bucket", "decode", "augment", "step")}
-    total = sum(training.values()) or 1.0
-    waiting = (training["bucket"] + training["decode"]) / total
-    if waiting < _MAX_WAIT_SHARE:
-        name = "augment" if training["augment"] > training["step"] else "step"
+    total = sum(seconds[name] for name in titles) or 1.0
+    waiting = (seconds["bucket"] + seconds["decode"]) / total
+    keeps_up = waiting < _MAX_WAIT_SHARE
+    name = max(("step", "augment") if keeps_up else titles, key=lambda activity: seconds[activity])
+    summary = f"The bottleneck is {titles[name]} ({seconds[name] / total:.0%} of training time); "
+    if keeps_up:
         remedy = faster if name == "step" else "A faster device or augment.strength below 1"
-        return name, (
-            f"The bottleneck is {titles[name]} ({training[name] / total:.0%} of training time); the loader kept up: "
-            f"training waited for it {waiting:.1%} of the time. {remedy} would speed it up."
-        )
-    name = max(training, key=lambda part: training[part])
+        waits = f"the loader kept up: training waited for it {waiting:.1%} of the time"
+        return name, f"{summary}{waits}. {remedy} would speed it up."
     advice = {
         "bucket": "Raise loader.in_flight or loader.ram_cache_bytes, set loader.disk_cache, or train nearer the bucket",
         "decode": "Raise loader.workers if the machine has idle cores",
         "augment": "Use a faster device or augment.strength below 1",
         "step": f"{faster} would help, and so would loader.workers",
     }[name]
-    return name, (
-        f"The bottleneck is {titles[name]} ({training[name] / total:.0%} of training time); "
-        f"{waiting:.0%} of it went into waiting for data. {advice}."
-    )
-
-
-def add_stall_reports(before: dict[str, Any], now: dict[str, Any], *, on_gpu: bool) -> dict[str, Any]:
-    """Return the stall report of both parts of a resumed run together."""
-    names = ("steps", "seconds", "patches", "bytes_read", "requests", "cost_usd")
-    total = {name: before[name] + now[name] for name in names}
-    shares = {name: before["shares"].get(name, 0.0) + seconds for name, seconds in now["shares"].items()}
-    patches = max(1, total["patches"])
-    per_patch = {
-        name: (before[name] * before["patches"] + now[name] * now["patches"]) / patches
-        for name in ("bucket_ms_a_patch", "decode_ms_a_patch")
-    }
-    name, sentence = find_bottleneck(shares, on_gpu=on_gpu)
-    return {**total, "shares": shares, "bottleneck": name, "sentence": sentence, **per_patch}
+    return name, f"{summary}{waiting:.0%} of it went into waiting for data. {advice}."
 
 
 def make_stall_report(
     wall_s: float,
-    loader: LoaderTime,
-    parts: dict[str, float],
+    measured: Mapping[str, float],
+    previous: Mapping[str, Any] | None,
     *,
     steps: int,
     patches: int,
     traffic: Traffic,
     on_gpu: bool,
 ) -> dict[str, Any]:
-    """Return the content of stall.json."""
-    seconds = split_seconds(wall_s, loader, parts)
-    name, sentence = find_bottleneck(seconds, on_gpu=on_gpu)
-    return {
+    """Return the content of stall.json. `measured`: see `split_seconds`. `previous`: the report from before a resume,
+    which is added."""
+    report: dict[str, Any] = {
         "steps": steps,
         "seconds": wall_s,
-        "shares": seconds,
-        "bottleneck": name,
-        "sentence": sentence,
         "patches": patches,
         "bytes_read": traffic.bytes_read,
         "requests": traffic.requests,
         "cost_usd": traffic.request_cost_usd,
-        "bucket_ms_a_patch": 1000 * loader.bucket_s / max(1, patches),
-        "decode_ms_a_patch": 1000 * loader.decode_s / max(1, patches),
     }
+    loader_s = {name: measured[name] for name in ("bucket", "decode")}
+    shares = split_seconds(wall_s, measured)
+    if previous:
+        report = {name: previous[name] + value for name, value in report.items()}
+        loader_s = {n: previous[f"{n}_ms_a_patch"] / 1000 * previous["patches"] + s for n, s in loader_s.items()}
+        shares = {name: previous["shares"].get(name, 0.0) + seconds for name, seconds in shares.items()}
+    name, sentence = find_bottleneck(shares, on_gpu=on_gpu)
+    per_patch = {f"{n}_ms_a_patch": 1000 * s / max(1, report["patches"]) for n, s in loader_s.items()}
+    return {**report, "shares": shares, "bottleneck": name, "sentence": sentence, **per_patch}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import logging
+import math
 import signal
 import threading
 import warnings
@@ -24,6 +25,7 @@ from voxlane.train.ranks import LauncherEnvironment, RankInfo, make_ddp_strategy
 from voxlane.train.recorder import ProgressBar, Recorder
 from voxlane.train.run import Run
 from voxlane.train.run_setup import uses_gpu
+from voxlane.train.segmenter import Segmenter
 
 LAST, BEST = "last", "best"
 OnEpoch = Callable[[dict[str, Any]], bool | None]
@@ -34,23 +36,32 @@ _LAST_STEP_KEY = "voxlane/last-step"
 _PRECISIONS = {"float32": "32-true", "bfloat16": "bf16-mixed", "float16": "16-mixed"}
 
 
-class StopOnSigterm(pl.Callback):
-    """Saves to `checkpoint_uri` and raises SIGTERMException, on all ranks after the same step, as a preempted job must.
+class LastCheckpoint(ModelCheckpoint):
+    """Saves the checkpoint to resume from: after every few epochs, after a run's last epoch, and on SIGTERM. Lightning
+    calls it after all other callbacks, so it also reports the epoch to `on_epoch`.
 
+    On SIGTERM it saves and raises SIGTERMException, on all ranks after the same step, as a preempted job must.
     Lightning's own handler communicates with the other ranks from inside the signal handler, whatever they are doing
     at that moment, and only listens to rank 0. Here any rank may receive the signal. It writes the step after its own
     as the last one to the process group's store, before it takes part in that step. No rank can be further than that,
     because the step needs all ranks.
     """
 
-    def __init__(self, recorder: Recorder, checkpoint_uri: str) -> None:
+    def __init__(self, recorder: Recorder, on_epoch: OnEpoch | None, **arguments: Any) -> None:
+        super().__init__(filename=LAST, **arguments)
         self._recorder = recorder
-        self._checkpoint_uri = checkpoint_uri
+        self._on_epoch = on_epoch
         self._received_sigterm = False
-        self._last_step: int | None = None
+        self._stop_step: int | None = None
+
+    @property
+    def state_key(self) -> str:
+        """Key of this callback's state in checkpoints. It holds an older class name, so that older runs resume."""
+        return super().state_key.replace(type(self).__qualname__, "_Last", 1)
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Take SIGTERM over from Lightning, which restores the original handler when training ends."""
+        super().on_train_start(trainer, pl_module)
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, self._handle_sigterm)
 
@@ -63,44 +74,24 @@ class StopOnSigterm(pl.Callback):
         """Save and stop if this step is the last."""
         if not self._is_last(trainer.global_step) or batch_idx + 1 == trainer.num_training_batches:
             return  # the end of an epoch is saved anyway
-        self._recorder.pause(trainer, pl_module)
-        trainer.save_checkpoint(self._checkpoint_uri)
+        self._recorder.pause(trainer)
+        trainer.save_checkpoint(f"{self.dirpath}/{LAST}.ckpt")
         raise SIGTERMException
-
-    def is_stop_requested(self) -> bool:
-        """Return whether any rank received SIGTERM. This is a collective call."""
-        return any(gather_objects(self._received_sigterm))
 
     def _is_last(self, step: int) -> bool:
         if not dist.is_initialized() or dist.get_world_size() == 1:
             return self._received_sigterm
-        if self._last_step is None:
+        if self._stop_step is None:
             store = dist.distributed_c10d._get_default_store()
             if self._received_sigterm:
                 store.compare_set(_LAST_STEP_KEY, "", str(step + 1))
             if store.check([_LAST_STEP_KEY]):
-                self._last_step = int(store.get(_LAST_STEP_KEY))
-        return self._last_step is not None and step >= self._last_step
-
-
-class LastCheckpoint(ModelCheckpoint):
-    """Saves the checkpoint to resume from; always after a run's last epoch, whatever the interval. Lightning calls it
-    after all other callbacks, so it also reports the epoch to `on_epoch`."""
-
-    def __init__(self, recorder: Recorder, stopper: StopOnSigterm, on_epoch: OnEpoch | None, **arguments: Any) -> None:
-        super().__init__(**arguments)
-        self._recorder = recorder
-        self._stopper = stopper
-        self._on_epoch = on_epoch
-
-    @property
-    def state_key(self) -> str:
-        """Key of this callback's state in checkpoints. It holds an older class name, so that older runs resume."""
-        return super().state_key.replace(type(self).__qualname__, "_Last", 1)
+                self._stop_step = int(store.get(_LAST_STEP_KEY))
+        return self._stop_step is not None and step >= self._stop_step
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Save if it is time to, or if the run ends here."""
-        if self._stopper.is_stop_requested() and trainer.current_epoch + 1 != trainer.max_epochs:
+        if any(gather_objects(self._received_sigterm)) and trainer.current_epoch + 1 != trainer.max_epochs:
             trainer.should_stop = True
             self._save(trainer, pl_module)
             raise SIGTERMException
@@ -116,14 +107,13 @@ class LastCheckpoint(ModelCheckpoint):
 
 
 def make_trainer(
-    config: TrainConfig,
+    module: Segmenter,
     run: Run,
     recorder: Recorder,
     rank_info: RankInfo,
     last_epoch: int,
     *,
-    parameters: int,
-    voxels_at_once: int,
+    patches_at_once: int,
     validates: bool,
     progress_bar: bool,
     on_epoch: OnEpoch | None,
@@ -131,6 +121,7 @@ def make_trainer(
     """Build the trainer of one rank. It trains until `last_epoch` (exclusive)."""
     # Before the callbacks: it registers the file system through which they look up their folder.
     checkpoint_io = AsyncBucketCheckpointIO(run.config)
+    config = module.settings
     on_gpu = uses_gpu(config)
     is_distributed = rank_info.world_size > 1
     precision: Any = _PRECISIONS[
@@ -138,6 +129,7 @@ def make_trainer(
     ]
     # Explicit, because Lightning would otherwise take variables that SLURM set as a sign of other ranks.
     plugins: list[Any] = [LauncherEnvironment() if is_distributed else LightningEnvironment()]
+    parameters = sum(weights.numel() for weights in module.network.parameters())
     strategy: Any = make_ddp_strategy(parameters) if is_distributed else "auto"
     if is_distributed and config.strategy == "fsdp":
         # One full file, as without FSDP: a run may resume on any number of ranks, with either strategy.
@@ -168,9 +160,9 @@ def make_trainer(
         enable_checkpointing=True,
         sync_batchnorm=on_gpu and is_distributed and config.strategy == "ddp",
         use_distributed_sampler=False,
-        benchmark=on_gpu and voxels_at_once >= CUDNN_BENCHMARK_MIN_VOXELS,
+        benchmark=on_gpu and patches_at_once * math.prod(module.patch) >= CUDNN_BENCHMARK_MIN_VOXELS,
     )
-    # Lightning asks rank 0 before every step whether it received SIGTERM, which waits for the GPU. `StopOnSigterm`
+    # Lightning asks rank 0 before every step whether it received SIGTERM, which waits for the GPU. `LastCheckpoint`
     # agrees on the last step without that. Lightning 2.6 calls this private method unconditionally: it has neither a
     # hook nor a flag for it, and a loop subclass would have to be installed through private names too.
     trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = lambda: None  # type: ignore[method-assign]
@@ -180,8 +172,7 @@ def make_trainer(
 def _make_callbacks(
     config: TrainConfig, run: Run, recorder: Recorder, validates: bool, progress_bar: bool, on_epoch: OnEpoch | None
 ) -> list[pl.Callback]:
-    stopper = StopOnSigterm(recorder, f"{run.checkpoints_uri}/{LAST}.ckpt")
-    callbacks: list[pl.Callback] = [recorder, stopper]
+    callbacks: list[pl.Callback] = [recorder]
     checkpoint_options: dict[str, Any] = {
         "dirpath": run.checkpoints_uri,
         "save_on_train_epoch_end": True,
@@ -190,9 +181,7 @@ def _make_callbacks(
     if validates:
         callbacks.append(ModelCheckpoint(filename=BEST, monitor="dice", mode="max", **checkpoint_options))
     every = config.checkpoint_every_epochs
-    callbacks.append(
-        LastCheckpoint(recorder, stopper, on_epoch, filename=LAST, every_n_epochs=every, **checkpoint_options)
-    )
+    callbacks.append(LastCheckpoint(recorder, on_epoch, every_n_epochs=every, **checkpoint_options))
     if config.early_stop is not None:
         callbacks.append(EarlyStopping("dice", mode="max", patience=config.early_stop, check_on_train_epoch_end=False))
     if config.max_minutes is not None:

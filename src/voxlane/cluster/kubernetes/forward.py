@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import selectors
 import socket
+import socketserver
 import threading
 import time
 from collections.abc import Callable
@@ -25,6 +26,12 @@ _POLL_S = 0.3
 _CONNECT_TIMEOUT_S = 20.0
 """How long a local connection waits for a pod that accepts it."""
 _PING_S = 30.0
+
+
+class _Server(socketserver.ThreadingTCPServer):
+    # Daemon threads, because one that waits for the API server must not delay the end.
+    allow_reuse_address = daemon_threads = True
+    request_queue_size = 64
 
 
 class PortForward:
@@ -51,63 +58,37 @@ class PortForward:
         self._failing = False
         self._stop = threading.Event()
         self._lock = threading.Lock()
-        self._threads: set[threading.Thread] = set()
         self._attempts = attempts
         self.port = local_port
 
     def __enter__(self) -> PortForward:
-        self._listener = self._bind()
-        self._listener.listen(64)
-        self._listener.settimeout(_POLL_S)
-        self.port = self._listener.getsockname()[1]
-        self._accepting = threading.Thread(target=self._accept, name="voxlane-forward", daemon=True)
-        self._accepting.start()
+        self._server = self._listen()
+        self.port = self._server.server_address[1]
+        threading.Thread(
+            target=self._server.serve_forever, args=(_POLL_S,), name="voxlane-forward", daemon=True
+        ).start()
         return self
 
     def __exit__(self, *_: object) -> None:
         self._stop.set()
-        self._accepting.join(5)
-        with self._lock:
-            threads = list(self._threads)
-        for thread in threads:
-            thread.join(2)  # daemon threads: one that waits for the server must not delay the end
+        self._server.shutdown()
+        self._server.server_close()
 
-    def _bind(self) -> socket.socket:
+    def _listen(self) -> _Server:
         for port in range(self.port, min(self.port + self._attempts, 65536)):
-            listener = socket.socket()
             try:
-                listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-                listener.bind((HOST, port))
-                return listener
+                return _Server((HOST, port), self._serve)
             except OSError as error:
-                listener.close()
                 reason = error.strerror
         raise ConfigError(f"cannot listen on port {self.port}: {reason}", fix="Choose another --port")
 
-    def _accept(self) -> None:
-        with self._listener:
-            while not self._stop.is_set():
-                try:
-                    local, _ = self._listener.accept()
-                except TimeoutError:
-                    continue
-                thread = threading.Thread(target=self._serve, args=(local,), name="voxlane-forward", daemon=True)
-                with self._lock:
-                    self._threads.add(thread)
-                thread.start()
-
-    def _serve(self, local: socket.socket) -> None:
-        try:
-            with local:
-                local.settimeout(None)
-                if (remote := self._connect()) is not None:
-                    try:
-                        self._relay(local, remote)
-                    finally:
-                        _close(remote)
-        finally:
-            with self._lock:
-                self._threads.discard(threading.current_thread())
+    def _serve(self, local: socket.socket, *_: object) -> Any:
+        """Forward one connection, in a thread of its own."""
+        if (remote := self._connect()) is not None:
+            try:
+                self._relay(local, remote)
+            finally:
+                _close(remote)
 
     def _connect(self) -> Any:
         """Return a websocket to the pod's port, or None if no pod accepted it in time."""

@@ -25,7 +25,6 @@ from typing import Any
 from voxlane.cluster.kubernetes.app import k8s, undeploy
 from voxlane.cluster.kubernetes.app.diagnosis import diagnose_app
 from voxlane.cluster.kubernetes.app.k8s import AppSnapshot, Object, Report
-from voxlane.cluster.kubernetes.app.snapshot import run_concurrently
 from voxlane.cluster.kubernetes.client import Cluster, path_of, path_of_object, write_query
 from voxlane.cluster.kubernetes.names import API_VERSION
 from voxlane.cluster.kubernetes.operator.resource import RESTAGE
@@ -89,9 +88,7 @@ class DeployPlan:
 
 def read_existing(cluster: Cluster, manifests: Sequence[Object]) -> list[Object | None]:
     """Return the objects in the cluster that have the manifests' names; None for those that do not exist."""
-    paths = [path_of_object(manifest, cluster.namespace) for manifest in manifests]
-    objects = run_concurrently({path: partial(cluster.find, path) for path in paths})
-    return [objects[path] for path in paths]
+    return [cluster.find(path_of_object(manifest, cluster.namespace)) for manifest in manifests]
 
 
 def plan(

@@ -37,14 +37,6 @@ def run_permitted(tasks: Mapping[str, Callable[[], _T]]) -> tuple[dict[str, _T],
     return results, forbidden
 
 
-def run_concurrently(tasks: Mapping[str, Callable[[], _T]]) -> dict[str, _T]:
-    """Run tasks at the same time and return their results by name; raise the first error."""
-    results, forbidden = run_permitted(tasks)
-    for error in forbidden.values():
-        raise error
-    return results
-
-
 def build_listing_tasks(cluster: Cluster, kinds: Mapping[str, str], labels: str = "") -> dict[str, ListingTask]:
     """Return tasks that list the objects of each kind (by apiVersion) with these labels."""
     paths = {kind: path_of(version, kind, cluster.namespace) for kind, version in kinds.items()}
@@ -154,14 +146,10 @@ def _read_queue(cluster: Cluster, queue: str, uid: str) -> tuple[Object | None, 
     if not version:
         return None, []
     path = path_of(version, "Workload", cluster.namespace)
-    results: dict[str, Any] = run_concurrently(
-        {
-            "queue": lambda: cluster.find(path_of(version, "LocalQueue", cluster.namespace, queue)),
-            "admissions": lambda: cluster.list(path, labels=f"{_JOB_UID}={uid}"),
-        }
-    )
-    admissions = results["admissions"] or [item for item in cluster.list(path) if k8s.is_owned_by(item, uid)]
-    return results["queue"], sorted(admissions, key=k8s.created_at)
+    admissions = cluster.list(path, labels=f"{_JOB_UID}={uid}")
+    admissions = admissions or [item for item in cluster.list(path) if k8s.is_owned_by(item, uid)]
+    local_queue = cluster.find(path_of(version, "LocalQueue", cluster.namespace, queue))
+    return local_queue, sorted(admissions, key=k8s.created_at)
 
 
 def fetch_events(cluster: Cluster, app: str) -> list[Object]:

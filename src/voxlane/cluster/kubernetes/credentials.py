@@ -27,21 +27,23 @@ SERVER = r"^https?://[^/\s@]+[^\s@]*$"
 was given in place of a name."""
 
 
-def _matching(pattern: str, message: str) -> pydantic.AfterValidator:
-    """Return a validator whose error does not show the value, because it may be the secret itself."""
+def matching(pattern: str | re.Pattern[str], expected: str, *, hidden: bool = False) -> pydantic.AfterValidator:
+    """Return a validator of text; its error does not show a `hidden` value, because it may be the secret itself."""
 
     def check(value: str) -> str:
         if not re.match(pattern, value):
-            raise ValueError(message)
+            raise ValueError(f"not {expected}" if hidden else f"{value!r} is not {expected}")
         return value
 
     return pydantic.AfterValidator(check)
 
 
-_NAME_ERROR = "not a valid name of an object in the cluster; give the name of a Secret, never its value"
-ObjectName = Annotated[str, _matching(NAME, _NAME_ERROR)]
-SecretKey = Annotated[str, _matching(KEY, "not a valid key of a Secret; give the name of a key, such as key.json")]
-ServerUrl = Annotated[str, _matching(SERVER, "not a valid URL; give it as https://HOST:PORT, without credentials")]
+_NAME_ERROR = "a valid name of an object in the cluster; give the name of a Secret, never its value"
+_KEY_ERROR = "a valid key of a Secret; give the name of a key, such as key.json"
+_URL_ERROR = "a valid URL; give it as https://HOST:PORT, without credentials"
+ObjectName = Annotated[str, matching(NAME, _NAME_ERROR, hidden=True)]
+SecretKey = Annotated[str, matching(KEY, _KEY_ERROR, hidden=True)]
+ServerUrl = Annotated[str, matching(SERVER, _URL_ERROR, hidden=True)]
 
 
 @record

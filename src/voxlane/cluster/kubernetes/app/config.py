@@ -22,7 +22,7 @@ from voxlane import settings
 from voxlane.cluster import commands
 from voxlane.cluster.kubernetes.app.k8s import BOARD, WORKLOADS
 from voxlane.cluster.kubernetes.app.redaction import is_location, looks_secret
-from voxlane.cluster.kubernetes.credentials import Credentials
+from voxlane.cluster.kubernetes.credentials import Credentials, matching
 from voxlane.errors import ConfigError
 from voxlane.settings import record
 from voxlane.sizes import parse_bytes, parse_duration
@@ -94,15 +94,6 @@ def _to_text(value: Any) -> Any:
 _TO_TEXT = pydantic.BeforeValidator(_to_text)
 
 
-def _check_pattern(pattern: re.Pattern[str], expected: str) -> pydantic.BeforeValidator:
-    def check(value: Any) -> Any:
-        if isinstance(value, str) and not pattern.match(value):
-            raise ValueError(f"{value!r} is not {expected}")
-        return value
-
-    return pydantic.BeforeValidator(check)
-
-
 def _check_no_secret(value: Any) -> Any:
     if isinstance(value, str) and _SECRET_VALUE.search(value):
         raise ValueError("it contains a secret, which manifests must not; put it into a Secret and name that")
@@ -118,14 +109,14 @@ def _check_bucket(value: Any) -> Any:
 Size = Annotated[str, _check_amount(parse_bytes, (int, str), "a size; give one such as 100Gi")]
 Duration = Annotated[str, _check_amount(parse_duration, (str,), "a duration; give one such as 2h or 30m")]
 Text = Annotated[str, pydantic.BeforeValidator(_check_no_secret), _TO_TEXT]
-Cores = Annotated[str, _check_pattern(_CORES, "a number of cores; give it as 4 or 500m"), _TO_TEXT]
-Key = Annotated[str, _check_pattern(_LABEL_KEY, "the key of a label; give one such as cloud.google.com/gke-nodepool")]
+Cores = Annotated[str, matching(_CORES, "a number of cores; give it as 4 or 500m"), _TO_TEXT]
+Key = Annotated[str, matching(_LABEL_KEY, "the key of a label; give one such as cloud.google.com/gke-nodepool")]
 _LABEL_ERROR = "the value of a label: at most 63 letters, digits, -, _ and ."
-Label = Annotated[str, _check_pattern(_LABEL_VALUE, _LABEL_ERROR), _TO_TEXT]
+Label = Annotated[str, matching(_LABEL_VALUE, _LABEL_ERROR), _TO_TEXT]
 _OBJECT_ERROR = "the name of an object: lowercase letters, digits, - and ."
-ObjectName = Annotated[str, pydantic.Field(max_length=253), _check_pattern(_SUBDOMAIN, _OBJECT_ERROR)]
+ObjectName = Annotated[str, pydantic.Field(max_length=253), matching(_SUBDOMAIN, _OBJECT_ERROR)]
 _NAME_ERROR = "a valid name: use lowercase letters, digits and -, starting with a letter"
-ShortName = Annotated[str, pydantic.Field(max_length=_MAX_LABEL_LENGTH), _check_pattern(_SHORT_NAME, _NAME_ERROR)]
+ShortName = Annotated[str, pydantic.Field(max_length=_MAX_LABEL_LENGTH), matching(_SHORT_NAME, _NAME_ERROR)]
 Bucket = Annotated[str, pydantic.BeforeValidator(_check_bucket)]
 
 
@@ -259,7 +250,7 @@ class App:
     trainjob: train or a command, on Kubeflow Trainer. tensorboard: TensorBoard of `run`."""
     namespace: ObjectName | None = None
     """Namespace in the cluster; null: that of the current kubectl context."""
-    image: Annotated[str, _check_pattern(_IMAGE, "the name of an image; give it as registry.example/team/name")]
+    image: Annotated[str, matching(_IMAGE, "the name of an image; give it as registry.example/team/name")]
     """Container image. Without a tag, it is built from the folder's Dockerfile and tagged by its content. With a tag,
     it is used as it is."""
     pull_secret: ObjectName | None = None

@@ -18,6 +18,7 @@ from voxlane.cli.signals import print_note
 from voxlane.cluster import exit_status
 from voxlane.cluster.kubernetes.app import build, folder, render
 from voxlane.cluster.kubernetes.app.config import App
+from voxlane.cluster.kubernetes.validate import validate
 from voxlane.errors import BuildError, ConfigError, VoxlaneError
 from voxlane.settings import ARGUMENT, REMAINDER, Flag, PathOrUri, record
 
@@ -200,7 +201,7 @@ def render_app(options: RenderAppOptions) -> int:
     image = build.get_image_reference(app, options.folder)
     namespace = options.namespace or app.namespace or "default"
     manifests = (render.render_tensorboard if options.board else render.render)(app, image, namespace=namespace)
-    render.validate(manifests)
+    validate(manifests)
     if options.out is None:
         sys.stdout.write(render.to_yaml(manifests))
         return 0

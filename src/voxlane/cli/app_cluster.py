@@ -19,16 +19,14 @@ from voxlane.cluster.kubernetes.app.config import FILE
 from voxlane.cluster.kubernetes.app.diagnosis import diagnose_app
 from voxlane.cluster.kubernetes.app.k8s import Object, is_ready, title_of
 from voxlane.cluster.kubernetes.app.logs import LogQuery, list_pods, select_pods
-from voxlane.cluster.kubernetes.app.pod import list_bucket_schemes
 from voxlane.cluster.kubernetes.app.snapshot import fetch_events, take_all_snapshots, take_snapshot
+from voxlane.cluster.kubernetes.validate import validate
 from voxlane.errors import ConfigError
 from voxlane.settings import REMAINDER, Flag, record
 from voxlane.sizes import parse_duration
 
 _WATCH_S = 2.0
 _PLANNED_ACTIONS = {"create": "would be created", "change": "would be changed", "replace": "would be created anew"}
-_REQUIRED_SECRET_KEYS = {"s3": ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"), "az": ("AZURE_STORAGE_ACCOUNT",)}
-"""Keys that the credentials' Secret must have, by the scheme of the buckets that the app names."""
 
 
 # -- deploy ------------------------------------------------------------------------------------------------------------
@@ -70,10 +68,8 @@ def deploy_app(options: DeployOptions) -> int:
     assert app is not None
     image = build.get_image_reference(app, target.folder)
     manifests = render.render(check_command(app), image, namespace=cluster.namespace)
-    render.validate(manifests)
-    keys = [key for scheme in list_bucket_schemes(app) for key in _REQUIRED_SECRET_KEYS.get(scheme, ())]
-    requirements = preflight.collect_requirements(manifests, keys=keys)
-    preflight.check(cluster, requirements, nodes=not options.no_node_check, report=print_note)
+    validate(manifests)
+    preflight.check(cluster, app, manifests, nodes=not options.no_node_check, report=print_note)
     existing = deploy.read_existing(cluster, manifests)
     snapshot = take_snapshot(cluster, app.name, tails=False)
     plan = deploy.plan(manifests, existing, snapshot, replace=options.replace)

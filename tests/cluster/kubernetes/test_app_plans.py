@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from datetime import UTC, datetime
 from typing import Any
 
 import pytest
 
+from tests.cluster.app.test_config import build_app
 from voxlane.cluster.kubernetes.app import deploy, execute, logs, preflight, snapshot, status, undeploy
 from voxlane.cluster.kubernetes.app.k8s import AppSnapshot, shorten_pod_names
+from voxlane.cluster.kubernetes.app.render import render
 from voxlane.errors import ClusterError, ConfigError, NotRunningError
 
 NOW = datetime(2026, 5, 4, 12, 0, 0, tzinfo=UTC)
@@ -135,51 +138,50 @@ def test_short_outage_of_the_cluster_does_not_end_the_wait_for_data(monkeypatch:
 # -- preflight ---------------------------------------------------------------------------------------------------------
 
 
-def test_requirements_of_manifests() -> None:
-    pod = {
-        "serviceAccountName": "trainer",
-        "priorityClassName": "high",
-        "nodeSelector": {"pool": "a100"},
-        "imagePullSecrets": [{"name": "registry"}],
-        "volumes": [{"name": "c", "secret": {"secretName": "google", "items": [{"key": "key.json", "path": "x"}]}}],
-        "containers": [
-            {
-                "name": "node",
-                "envFrom": [{"secretRef": {"name": "bucket"}}],
-                "env": [{"name": "A", "valueFrom": {"secretKeyRef": {"name": "one", "key": "a"}}}],
-                "resources": {"limits": {"nvidia.com/gpu": "4"}},
-            }
-        ],
-    }
-    labels = {"kueue.x-k8s.io/queue-name": "gpu", "staged.voxlane.dev/kits19": "true", "staged.voxlane.dev/own": "true"}
-    job = {"replicas": 1, "template": {"spec": {"parallelism": 3, "template": {"spec": pod}}}}
-    manifests = [
-        build_object(
-            "StagedDataset", "own", spec={"source": "s3://a/b", "replicas": 3, "credentials": {"secret": "bucket"}}
-        ),
-        build_object("JobSet", "demo", labels=labels, spec={"replicatedJobs": [job]}),
+def test_preflight_reads_the_app() -> None:
+    app = build_app(
+        train={"data": "s3://a/b", "run": "s3://a/r"},
+        nodes=3,
+        device="gpu",
+        devices_per_node=4,
+        node_selector={"pool": "a100"},
+        stage=[{"name": "own", "source": "s3://a/b", "node_selector": {}}, {"name": "kits19"}],
+        credentials={"secret": "bucket"},
+        pull_secret="registry",
+    )
+    secrets = {"bucket": {"AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"}, "registry": {".dockerconfigjson"}}
+    assert preflight.list_secrets(app) == secrets
+    with_file = replace(app, credentials={"secret": "google", "file": "key.json"}, pull_secret="google")
+    assert preflight.list_secrets(with_file) == {"google": {"key.json", ".dockerconfigjson"}}
+    train_job = build_app(template="trainjob", credentials={"secret": "bucket"})  # its variables are optional
+    assert preflight.list_secrets(train_job) == {}
+    manifests = render(app, "kits:1")
+    assert preflight.list_node_requests(app, manifests) == [
+        ("data own", 3, {}, {}),
+        ("the app", 3, {"pool": "a100"}, {"nvidia.com/gpu": "4"}),
     ]
-    requirements = preflight.collect_requirements(manifests, keys=["AWS_ACCESS_KEY_ID"])
-    assert requirements.queue == "gpu"
-    assert requirements.data == {"kits19": (True, ""), "own": (False, "")}
-    assert requirements.secrets == {
-        "bucket": {"AWS_ACCESS_KEY_ID"},
-        "google": {"key.json"},
-        "one": {"a"},
-        "registry": {".dockerconfigjson"},
-    }
-    assert (requirements.accounts, requirements.priorities) == ({"trainer"}, {"high"})
-    assert requirements.nodes == [("data own", 3, {}, {}), ("the app", 3, {"pool": "a100"}, {"nvidia.com/gpu": 4.0})]
     node = {"metadata": {"name": "n", "labels": {"pool": "a100"}}, "status": {"allocatable": {"nvidia.com/gpu": "2"}}}
-    findings = preflight.check_nodes([node], requirements)
+    findings = preflight.check_nodes([node], app, manifests)
     assert all(finding.is_note for finding in findings)
     assert [finding.message for finding in findings] == [
         "data own requests 3 nodes, but the cluster has 1 node: it will wait",
         "the app requests 3 nodes with pool=a100, but the cluster has 1 node: it will wait",
         "the app requests 4 nvidia.com/gpu on each node with pool=a100, but none has more than 2: it will wait",
     ]
-    problems = [finding for finding in preflight.check_nodes([], requirements) if not finding.is_note]
+    problems = [finding for finding in preflight.check_nodes([], app, manifests) if not finding.is_note]
     assert "no node has the labels that the app requires (pool=a100)" in str(problems[0])
+
+
+def test_preflight_counts_all_pods_of_a_ray_cluster_and_of_tensorboard() -> None:
+    command = ["voxlane", "bench", "loading", "gs://b/kits"]
+    ray = build_app(template="rayjob", command=command, run="gs://b/r", nodes=2, node_selector={"a": "b"})
+    assert preflight.list_node_requests(ray, []) == [
+        ("the app", 1, {}, {"cpu": "2", "memory": "8Gi"}),
+        ("the app", 2, {"a": "b"}, {}),
+        ("the app", 1, {}, {"cpu": "500m", "memory": "512Mi"}),
+    ]
+    board = build_app(template="tensorboard", run="gs://b/r")
+    assert preflight.list_node_requests(board, []) == [("the app", 1, {}, {"cpu": "250m", "memory": "2Gi"})]
 
 
 # -- undeploy ----------------------------------------------------------------------------------------------------------

@@ -162,8 +162,9 @@ def test_tensorboard_is_created_shown_reconnected_and_removed(
     add_node("node-a")
     with pytest.raises(MissingObjectError, match="app kidney: it has no TensorBoard in the cluster"):
         tensorboard.show(cluster, "kidney", 0, report=print, open_url=print)
-    assert tensorboard.apply(cluster, app, "x:1")
-    assert not tensorboard.apply(cluster, app, "x:1")
+    tensorboard.apply(cluster, app, "x:1")
+    tensorboard.apply(cluster, app, "x:1")
+    assert len(cluster.list(path_of("apps/v1", "Deployment", cluster.namespace))) == 1
     url = shown_session()
     assert fetch_json(f"{url}data/runs") == []
     write_run(gcs, "run")

@@ -13,9 +13,10 @@ from tests.cluster.app.test_config import build_app
 from tests.cluster.kubernetes.jobsets import JobSets
 from tests.cluster.kubernetes.kubelet import Kubelet
 from voxlane.cluster.kubernetes.app.config import App, Template
-from voxlane.cluster.kubernetes.app.render import render, render_tensorboard, validate
+from voxlane.cluster.kubernetes.app.render import render, render_tensorboard
 from voxlane.cluster.kubernetes.client import Cluster, path_of, path_of_object
 from voxlane.cluster.kubernetes.operator.crd import CRD
+from voxlane.cluster.kubernetes.validate import validate
 from voxlane.errors import ClusterError, ManifestError
 
 DOCS = Path(__file__).parents[3] / "docs/kubernetes"

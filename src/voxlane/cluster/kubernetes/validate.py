@@ -1,8 +1,7 @@
 """Check manifests offline and strictly, before a cluster sees them: a field that its kind does not have is an error.
 
 Core kinds are checked against the schemas of kubernetes-validate; JobSet, RayJob and TrainJob against those that their
-projects publish, stored in `schemas/` by tools/crd_schemas.py; others against the CustomResourceDefinitions that the
-caller passes.
+projects publish, stored in `schemas/` by tools/crd_schemas.py; StagedDataset against voxlane's own definition.
 """
 
 from __future__ import annotations
@@ -15,6 +14,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from importlib import resources
 from typing import Any
 
+from voxlane.cluster.kubernetes.names import API_VERSION
+from voxlane.cluster.kubernetes.operator.crd import CRD
 from voxlane.errors import ManifestError, MissingExtraError
 
 Schema = dict[str, Any]
@@ -37,39 +38,24 @@ _TYPE_NAMES = {
 }
 
 
-def validate(manifests: Sequence[Mapping[str, Any]], *, crds: Sequence[Mapping[str, Any]] = ()) -> None:
-    """Raise ManifestError for the first wrong field; `crds` are definitions of additional kinds."""
+def validate(manifests: Sequence[Mapping[str, Any]]) -> None:
+    """Raise ManifestError for the first field that does not fit its kind's schema. Needs no cluster."""
     try:
         import jsonschema
         import kubernetes_validate
     except ImportError:
         raise MissingExtraError.of("kubernetes", "Kubernetes") from None
-    schemas = dict(_load_stored_schemas())
-    for crd in (crd["spec"] for crd in crds):
-        for version in crd["versions"]:
-            schema = strict(version["schema"]["openAPIV3Schema"])
-            schemas[f"{crd['group']}/{version['name']}", crd["names"]["kind"]] = schema
-    identities: set[tuple[str, str, str]] = set()
-    for number, manifest in enumerate(manifests):
-        identity = api_version, kind, name = _check_identity(manifest, number)
-        title = f"{kind} {name}"
-        if identity in identities:
-            raise ManifestError("it occurs twice", uri=title, fix="Give one of them another name")
-        identities.add(identity)
+    for manifest in manifests:
+        title = f"{manifest['kind']} {manifest['metadata']['name']}"
         plain = json.loads(json.dumps(manifest))  # lists instead of tuples
-        if (api_version, kind) in schemas:
-            validator = jsonschema.Draft202012Validator(schemas[api_version, kind])
-            _raise_first(validator.iter_errors(plain), title)
+        if schema := _load_schemas().get((manifest["apiVersion"], manifest["kind"])):
+            _raise_first(jsonschema.Draft202012Validator(schema).iter_errors(plain), title)
             # A CRD does not describe metadata, which is the same for all kinds.
             plain = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": plain["metadata"]}
         try:
             kubernetes_validate.validate(plain, KUBERNETES_VERSION, strict=True)
         except kubernetes_validate.ValidationError as error:
             _raise_first([error], title)
-        except kubernetes_validate.SchemaNotFoundError:
-            versions = sorted(version for version, other_kind in schemas if other_kind == kind)
-            fix = f"Use {', '.join(versions)}" if versions else "Check apiVersion and kind"
-            raise ManifestError(f"there is no schema for {api_version} {kind}", uri=title, fix=fix) from None
 
 
 def strict(schema: Any) -> Any:
@@ -88,21 +74,6 @@ def strict(schema: Any) -> Any:
         if key in schema:
             result[key] = strict(schema[key])
     return result
-
-
-def _check_identity(manifest: Mapping[str, Any], number: int) -> tuple[str, str, str]:
-    """Return the apiVersion, kind and name of a manifest."""
-    document = f"document {number + 1}"
-    if not isinstance(manifest, Mapping):
-        raise ManifestError(f"{document} has no fields")
-    for field in ("apiVersion", "kind"):
-        if not isinstance(manifest.get(field), str):
-            raise ManifestError(f"{field}: missing", uri=document)
-    kind, metadata = str(manifest["kind"]), manifest.get("metadata")
-    name = metadata.get("name") if isinstance(metadata, Mapping) else None
-    if not isinstance(name, str) or not name:
-        raise ManifestError("metadata.name: missing", uri=f"{document}, a {kind}")
-    return str(manifest["apiVersion"]), kind, name
 
 
 def _raise_first(errors: Iterable[Any], title: str) -> None:
@@ -149,9 +120,10 @@ def field_path(parts: Iterable[Any]) -> str:
 
 
 @functools.cache
-def _load_stored_schemas() -> dict[tuple[str, str], Schema]:
+def _load_schemas() -> dict[tuple[str, str], Schema]:
+    """Return the schemas of custom resources by their apiVersion and kind."""
     folder = resources.files("voxlane.cluster.kubernetes") / "schemas"
-    schemas = {}
+    schemas = {(API_VERSION, "StagedDataset"): strict(CRD["spec"]["versions"][0]["schema"]["openAPIV3Schema"])}
     for name in _STORED_SCHEMAS:
         stored = json.loads(gzip.decompress((folder / f"{name}.json.gz").read_bytes()))
         schemas[stored["apiVersion"], stored["kind"]] = strict(stored["schema"])

@@ -295,26 +295,3 @@ def is_available(pod: Object) -> bool:
 def count_container_restarts(pod: Object) -> int:
     """Return how often containers of a pod were restarted."""
     return sum(container.get("restartCount", 0) for container in list_container_statuses(pod))
-
-
-def list_pod_specs(manifest: Object) -> Iterator[tuple[int, Object]]:
-    """Yield the number of pods and the pod spec of every kind of pod that a rendered manifest creates. For a TrainJob
-    these are its patches, because the rest is in its runtime."""
-    body = spec(manifest)
-    match manifest["kind"]:
-        case "JobSet":
-            for replicated in body["replicatedJobs"]:
-                job = replicated["template"]["spec"]
-                yield replicated["replicas"] * job["parallelism"], job["template"]["spec"]
-        case "RayJob":
-            cluster = body["rayClusterSpec"]
-            yield 1, cluster["headGroupSpec"]["template"]["spec"]
-            for group in cluster["workerGroupSpecs"]:
-                yield group["replicas"], group["template"]["spec"]
-            yield 1, body["submitterPodTemplate"]["spec"]
-        case "TrainJob":
-            for patch in body["runtimePatches"]:
-                for replicated in patch["trainingRuntimeSpec"]["template"]["spec"]["replicatedJobs"]:
-                    yield body["trainer"]["numNodes"], replicated["template"]["spec"]["template"]["spec"]
-        case "Deployment":
-            yield body["replicas"], body["template"]["spec"]

@@ -113,7 +113,7 @@ def build_entry_command(app: App) -> list[str]:
     return ["voxlane", "app", "entry", "--logs", f"{app.run_uri}/logs", "--"] if app.run_uri else []
 
 
-def build_ranks_command(app: App, node_options: Sequence[str] = ()) -> dict[str, list[str]]:
+def build_ranks_command(app: App, node_options: Sequence[str] = ()) -> dict[str, Any]:
     """Return `command` and `args` of a container that runs the app's command as ranks, with these torchrun options."""
     arguments = build_work_command(app)
     if app.parallel is not None and app.nodes * app.devices_per_node > 1:
@@ -180,28 +180,33 @@ def build_volumes(
 
 
 def build_pod_spec(
-    target: Target, fields: Mapping[str, Any], container: Mapping[str, Any], *, data: bool = True, files: bool = True
+    target: Target,
+    name: str,
+    resources: Mapping[str, Any],
+    fields: Mapping[str, Any],
+    *,
+    env: Sequence[Mapping[str, Any]] = (),
+    data: bool = True,
+    files: bool = True,
+    **container_fields: Any,
 ) -> dict[str, Any]:
-    """Return the spec of a pod with one container: `fields`, the container and the volumes (see `build_volumes`)."""
-    volumes, mounts = build_volumes(target, data=data, files=files)
-    containers = [{**container, **drop_empty({"volumeMounts": mounts})}]
-    return {**fields, "containers": containers, **drop_empty({"volumes": volumes})}
-
-
-def build_container(target: Target, name: str, *, env: Sequence[Mapping[str, Any]] = ()) -> dict[str, Any]:
-    """Return a container of the app's image, without its command, resources and volume mounts."""
+    """Return the spec of a pod: `fields`, the volumes (see `build_volumes`), and one container of the app's image with
+    these resources, more environment variables and other fields."""
     app = target.app
-    sources = app.credentials.pod_parts(*list_bucket_schemes(app))["envFrom"]
-    return {
+    volumes, mounts = build_volumes(target, data=data, files=files)
+    container = {
         "name": name,
         "image": target.image,
         "imagePullPolicy": "IfNotPresent",
         "env": [*build_environment(app), *map(dict, env)],
-        **drop_empty({"envFrom": sources}),
+        **drop_empty({"envFrom": app.credentials.pod_parts(*list_bucket_schemes(app))["envFrom"]}),
         # The last lines of a crash then become part of the pod's status, and outlive its log.
         "terminationMessagePolicy": "FallbackToLogsOnError",
         "securityContext": {"allowPrivilegeEscalation": False},
+        **container_fields,
+        **drop_empty({"resources": resources, "volumeMounts": mounts}),
     }
+    return {**fields, "containers": [container], **drop_empty({"volumes": volumes})}
 
 
 # -- placement ---------------------------------------------------------------------------------------------------------

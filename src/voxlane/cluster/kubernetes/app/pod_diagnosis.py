@@ -304,9 +304,9 @@ def _explain_reason(count: int, reason: str, pod: Object, snapshot: AppSnapshot)
 
 
 def _explain_insufficient(resource: str, nodes: str, pod: Object, snapshot: AppSnapshot) -> tuple[str, str]:
-    requested = sum_requests(pod).get(resource)
+    requested = _sum_requests(pod, resource)
     noun = "GPUs" if resource.endswith("/gpu") else resource
-    if requested is None:
+    if not requested:
         return f"{nodes} with too little {noun} free", ""
     largest = max((get_allocatable(node, resource) for node in snapshot.nodes or ()), default=None)
     if largest is not None and requested > largest:
@@ -321,43 +321,31 @@ def get_allocatable(node: Object, resource: str) -> float:
     return parse_quantity(k8s.status(node).get("allocatable", {}).get(resource, 0))
 
 
-def sum_requests(pod: Object) -> dict[str, float]:
-    """Return the resources that a pod requests: the sum of its containers, or more for its largest init container."""
-    total: dict[str, float] = {}
-    for container in k8s.spec(pod).get("containers") or ():
-        for resource, amount in _get_requests(container).items():
-            total[resource] = total.get(resource, 0.0) + amount
-    for container in k8s.spec(pod).get("initContainers") or ():
-        for resource, amount in _get_requests(container).items():
-            total[resource] = max(total.get(resource, 0.0), amount)
-    return total
+def _sum_requests(pod: Object, resource: str) -> float:
+    """Return how much of a resource a pod requests: the sum of its containers, or more for its largest init
+    container; 0 if nothing."""
 
+    def list_amounts(part: str) -> list[float]:
+        resources = [container.get("resources") or {} for container in k8s.spec(pod).get(part) or ()]
+        requests = [{**(item.get("limits") or {}), **(item.get("requests") or {})} for item in resources]
+        return [parse_quantity(amounts.get(resource, 0)) for amounts in requests]
 
-def _get_requests(container: Object) -> dict[str, float]:
-    resources = container.get("resources") or {}
-    amounts = {**(resources.get("limits") or {}), **(resources.get("requests") or {})}
-    return {resource: parse_quantity(amount) for resource, amount in amounts.items()}
-
-
-_UNITS = {"m": 1e-3, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15, "E": 1e18, "n": 1e-9, "u": 1e-6} | {
-    f"{letter}i": 1024.0 ** (i + 1) for i, letter in enumerate("KMGTPE")
-}
+    return max([sum(list_amounts("containers")), *list_amounts("initContainers")])
 
 
 def parse_quantity(amount: Any) -> float:
-    """Return a Kubernetes quantity (100Gi, 500m, 2) as a number; 0 if it is not one."""
-    match = re.fullmatch(r"([0-9.]+(?:[eE][+-]?[0-9]+)?)([A-Za-z]{0,2})", str(amount).strip())
-    if not match or (match[2] and match[2] not in _UNITS):
-        return 0.0
-    return float(match[1]) * _UNITS.get(match[2], 1.0)
+    """Return a Kubernetes quantity (100Gi, 500m, 2) as a number."""
+    from kubernetes.utils.quantity import parse_quantity as parse_decimal
+
+    return float(parse_decimal(amount))
 
 
 def format_quantity(amount: float, resource: str) -> str:
     """Format a quantity of a resource for people, such as 32 GiB of memory."""
     if resource in ("memory", "ephemeral-storage"):
-        for unit in ("Ti", "Gi", "Mi"):
-            if amount >= _UNITS[unit]:
-                return f"{amount / _UNITS[unit]:.4g} {unit}B"
+        for unit, size in (("TiB", 1 << 40), ("GiB", 1 << 30), ("MiB", 1 << 20)):
+            if amount >= size:
+                return f"{amount / size:.4g} {unit}"
     return f"{amount:.4g}"
 
 

@@ -16,8 +16,6 @@ from voxlane.cluster.kubernetes.app.config import REPLICATED_JOB, App, Resources
 from voxlane.cluster.kubernetes.app.k8s import APP_LABEL, BOARD
 from voxlane.cluster.kubernetes.app.pod import Manifest, Target
 from voxlane.cluster.kubernetes.names import API_VERSION
-from voxlane.cluster.kubernetes.operator.crd import CRD
-from voxlane.cluster.kubernetes.validate import validate as validate_schemas
 from voxlane.errors import ConfigError
 
 RAY_VERSION = "2.60.0"
@@ -26,10 +24,11 @@ _OBJECT_STORE_BYTES = 200_000_000
 """Nothing large passes through the object store, because data comes from the bucket and gradients use gloo or NCCL."""
 _LINGER_S = 300
 """How long the pods of a finished RayJob stay; their logs are in the bucket."""
-_SUBMITTER_RESOURCES = Resources(cpu="500m", memory="512Mi")
+_RAY_ENV = [{"name": "RAY_USAGE_STATS_ENABLED", "value": "0"}]
+SUBMITTER_RESOURCES = Resources(cpu="500m", memory="512Mi")
 TENSORBOARD_PORT = 6006
 """Port on the pod's loopback address: only users who may forward a port to the pod can see it."""
-_TENSORBOARD_RESOURCES = Resources(cpu="250m", memory="2Gi")
+TENSORBOARD_RESOURCES = Resources(cpu="250m", memory="2Gi")
 
 
 def render(app: App, image: str, *, namespace: str = "default") -> list[Manifest]:
@@ -46,11 +45,6 @@ def render(app: App, image: str, *, namespace: str = "default") -> list[Manifest
 def render_tensorboard(app: App, image: str, *, namespace: str = "default") -> list[Manifest]:
     """Return the manifests of a TensorBoard of the app's run, which outlives the training."""
     return _add_hash([_render_board(Target(app, image, namespace))])
-
-
-def validate(manifests: Sequence[Manifest]) -> None:
-    """Raise ManifestError for the first field that does not fit its kind's schema. Needs no cluster."""
-    validate_schemas(manifests, crds=[CRD])
 
 
 def hash_manifests(manifests: Sequence[Manifest]) -> str:
@@ -183,12 +177,9 @@ def _build_jobset_pod(target: Target) -> dict[str, Any]:
         "enableServiceLinks": False,
         **pod.build_placement(target, pod.build_selector(app, "job")),
     }
-    container = {
-        **pod.build_container(target, REPLICATED_JOB, env=torchrun_env),
-        **pod.build_ranks_command(app, node_options),
-        **pod.drop_empty({"resources": pod.build_resources(app, app.resources)}),
-    }
-    return {"metadata": pod.build_pod_metadata(app), "spec": pod.build_pod_spec(target, fields, container)}
+    resources, command = pod.build_resources(app, app.resources), pod.build_ranks_command(app, node_options)
+    spec = pod.build_pod_spec(target, REPLICATED_JOB, resources, fields, env=torchrun_env, **command)
+    return {"metadata": pod.build_pod_metadata(app), "spec": spec}
 
 
 # -- RayJob ------------------------------------------------------------------------------------------------------------
@@ -216,11 +207,6 @@ def _render_rayjob(target: Target) -> Manifest:
     )
 
 
-def _build_ray_container(target: Target, name: str, resources: Resources, *, trains: bool) -> dict[str, Any]:
-    container = pod.build_container(target, name, env=[{"name": "RAY_USAGE_STATS_ENABLED", "value": "0"}])
-    return {**container, "resources": pod.build_resources(target.app, resources, devices=trains)}
-
-
 def _build_head(target: Target) -> dict[str, Any]:
     app = target.app
     fields = {
@@ -228,8 +214,9 @@ def _build_head(target: Target) -> dict[str, Any]:
         **pod.build_identity(app),
         **pod.drop_empty({"priorityClassName": app.priority_class}),
     }
-    container = _build_ray_container(target, "ray-head", app.head, trains=False)
-    spec = pod.build_pod_spec(target, fields, container, data=False)  # the head may be on a node without the data
+    resources = pod.build_resources(app, app.head, devices=False)
+    # The head may be on a node without the data.
+    spec = pod.build_pod_spec(target, "ray-head", resources, fields, env=_RAY_ENV, data=False)
     ports = {"gcs-server": 6379, "dashboard": 8265, "client": 10001}
     spec["containers"][0]["ports"] = [{"name": name, "containerPort": port} for name, port in ports.items()]
     options = {"dashboard-host": "0.0.0.0", "num-cpus": "0", "num-gpus": "0"}
@@ -247,7 +234,7 @@ def _build_workers(target: Target) -> dict[str, Any]:
         "terminationGracePeriodSeconds": app.grace_s,
         **pod.build_placement(target, pod.build_selector(app, "job") | worker_label),
     }
-    container = _build_ray_container(target, "ray-worker", app.resources, trains=True)
+    resources = pod.build_resources(app, app.resources)
     gpus = app.devices_per_node if app.device == "gpu" else 0
     options = {"num-cpus": str(pod.count_ray_cpus(app)), "num-gpus": str(gpus)}
     return {
@@ -258,7 +245,7 @@ def _build_workers(target: Target) -> dict[str, Any]:
         "rayStartParams": {"object-store-memory": str(_OBJECT_STORE_BYTES), **options},
         "template": {
             "metadata": pod.build_pod_metadata(app, worker_label),
-            "spec": pod.build_pod_spec(target, fields, container),
+            "spec": pod.build_pod_spec(target, "ray-worker", resources, fields, env=_RAY_ENV),
         },
     }
 
@@ -270,7 +257,7 @@ def _build_submitter(target: Target) -> dict[str, Any]:
         "name": "ray-job-submitter",
         "image": target.image,
         "imagePullPolicy": "IfNotPresent",
-        "resources": pod.build_resources(app, _SUBMITTER_RESOURCES, devices=False),
+        "resources": pod.build_resources(app, SUBMITTER_RESOURCES, devices=False),
         "securityContext": {"allowPrivilegeEscalation": False},
     }
     return {
@@ -334,18 +321,21 @@ def _render_board(target: Target) -> Manifest:
         raise ConfigError("run: missing, so there is nothing to show", fix="Give run: gs://BUCKET/RUN")
     port = TENSORBOARD_PORT
     probe = f"import urllib.request as u; u.urlopen('http://127.0.0.1:{port}/', timeout=5)"
-    container = {
-        **pod.build_container(target, BOARD),
-        "command": ["voxlane", "tensorboard", app.run_uri, "--port", str(port), "--no-open", "--wait"],
-        "readinessProbe": {"exec": {"command": ["python3", "-c", probe]}, "periodSeconds": 5, "timeoutSeconds": 10},
-        "resources": pod.build_resources(app, _TENSORBOARD_RESOURCES, devices=False),
-    }
-    fields = {
-        "automountServiceAccountToken": False,
-        "enableServiceLinks": False,
-        "terminationGracePeriodSeconds": 10,
-        **pod.build_identity(app),
-    }
+    pod_spec = pod.build_pod_spec(
+        target,
+        BOARD,
+        pod.build_resources(app, TENSORBOARD_RESOURCES, devices=False),
+        {
+            "automountServiceAccountToken": False,
+            "enableServiceLinks": False,
+            "terminationGracePeriodSeconds": 10,
+            **pod.build_identity(app),
+        },
+        data=False,
+        files=False,
+        command=["voxlane", "tensorboard", app.run_uri, "--port", str(port), "--no-open", "--wait"],
+        readinessProbe={"exec": {"command": ["python3", "-c", probe]}, "periodSeconds": 5, "timeoutSeconds": 10},
+    )
     labels = pod.build_labels(app, BOARD)
     name = app.name if app.template == "tensorboard" else f"{app.name}-{BOARD}"
     return {
@@ -356,10 +346,7 @@ def _render_board(target: Target) -> Manifest:
             "replicas": 1,
             "strategy": {"type": "Recreate"},
             "selector": {"matchLabels": pod.build_selector(app, BOARD)},
-            "template": {
-                "metadata": {"labels": labels | pod.build_identity_labels(app)},
-                "spec": pod.build_pod_spec(target, fields, container, data=False, files=False),
-            },
+            "template": {"metadata": {"labels": labels | pod.build_identity_labels(app)}, "spec": pod_spec},
         },
     }
 

@@ -15,6 +15,7 @@ from voxlane.cluster.kubernetes.app.pod_diagnosis import PodProblem, diagnose_po
 from voxlane.cluster.kubernetes.app.snapshot import read_log_tail
 from voxlane.cluster.kubernetes.client import Cluster, path_of, path_of_object
 from voxlane.cluster.kubernetes.forward import HOST, PortForward
+from voxlane.cluster.kubernetes.validate import validate
 from voxlane.errors import ClusterError, MissingObjectError, NotRunningError
 
 _POLL_S = 0.5
@@ -62,25 +63,23 @@ def show(cluster: Cluster, name: str, port: int, *, report: Report, open_url: Ca
             time.sleep(3600)
 
 
-def apply(cluster: Cluster, app: App, image: str) -> bool:
-    """Create the app's TensorBoard or bring it up to date; return whether it is new."""
+def apply(cluster: Cluster, app: App, image: str) -> None:
+    """Create the app's TensorBoard or bring it up to date."""
     manifests = render.render_tensorboard(app, image, namespace=cluster.namespace)
-    render.validate(manifests)
-    is_new = not list_deployments(cluster, app.name)
+    validate(manifests)
     for manifest in manifests:
         cluster.apply(manifest)
-    return is_new
 
 
 def stop(cluster: Cluster, name: str) -> bool:
     """Remove the TensorBoard of app `name`; return whether there was one."""
-    deployments = list_deployments(cluster, name)
+    deployments = _list_deployments(cluster, name)
     for deployment in deployments:
         cluster.delete(path_of_object(deployment))
     return bool(deployments)
 
 
-def list_deployments(cluster: Cluster, name: str) -> list[Object]:
+def _list_deployments(cluster: Cluster, name: str) -> list[Object]:
     """Return the Deployment of app `name`'s TensorBoard, if there is one."""
     return [item for item in _list_board(cluster, "apps/v1", "Deployment", name) if not k8s.is_deleting(item)]
 
@@ -125,7 +124,7 @@ def explain_delay(snapshot: AppSnapshot) -> PodProblem:
 
 
 def _take_snapshot(cluster: Cluster, name: str) -> AppSnapshot:
-    deployments = list_deployments(cluster, name)
+    deployments = _list_deployments(cluster, name)
     if not deployments:
         fix = "Start one in the app's folder: voxlane app tensorboard"
         raise MissingObjectError("it has no TensorBoard in the cluster", uri=f"app {name}", fix=fix)

@@ -34,7 +34,7 @@ def write(script: str = "echo hello from $PET_NODE_RANK; exec sleep 60", **field
 
 def list_everything(cluster: Cluster) -> list[str]:
     """Return the kind and name of all objects that an app may create."""
-    kinds = {**KINDS, "Pod": "v1"}
+    kinds = {**KINDS, "Job": "batch/v1", "Service": "v1", "Pod": "v1"}
     existing = [
         item for kind, version in kinds.items() for item in cluster.list(path_of(version, kind, cluster.namespace))
     ]

@@ -76,7 +76,7 @@ def _diagnose_without_workload(snapshot: AppSnapshot) -> AppDiagnosis:
         only_board = "only its TensorBoard is deployed, no training"
         if any(map(k8s.is_ready, snapshot.board_pods)):
             return AppDiagnosis("running", only_board)
-        for problem in _diagnose_pods(snapshot.board_pods, snapshot):
+        for problem in diagnose_pods(snapshot.board_pods, snapshot):
             return AppDiagnosis("waiting", f"the pod of its TensorBoard {problem.message}", problem.fix)
         return AppDiagnosis("starting", only_board)
     if snapshot.data:
@@ -109,7 +109,8 @@ def _diagnose_failure(snapshot: AppSnapshot, workload: Object, time: str, messag
     if any(k8s.condition(job, "Failed").get("reason") == "DeadlineExceeded" for job in snapshot.jobs):
         fix = "Raise the limit and deploy again: the run continues"
         return AppDiagnosis("failed", f"it exceeded its time limit{ago}{restarts}", fix)
-    if cause := find_root_cause(snapshot):
+    if problems := diagnose_pods(snapshot.pods, snapshot):
+        cause = problems[0]
         reason = f"{_name_pod(cause, snapshot)} {cause.message}{ago}{restarts}"
         return AppDiagnosis("failed", reason, cause.fix, _get_log_lines(cause, snapshot))
     reason = k8s.collapse_message(message) or "the cluster gives no reason"
@@ -201,7 +202,7 @@ def _diagnose_active(snapshot: AppSnapshot, workload: Object) -> AppDiagnosis:
     restarts = _describe_restarts(workload)
     if not snapshot.pods:
         return _diagnose_no_pods(snapshot, workload, restarts)
-    problems = _diagnose_pods(snapshot.pods, snapshot)
+    problems = diagnose_pods(snapshot.pods, snapshot)
     with_problems = {problem.pod for problem in problems}
     running = [pod for pod in snapshot.alive_pods if k8s.is_available(pod) and k8s.name_of(pod) not in with_problems]
     total = max(k8s.count_requested_pods(workload), len(snapshot.alive_pods))
@@ -225,7 +226,7 @@ def _diagnose_active(snapshot: AppSnapshot, workload: Object) -> AppDiagnosis:
 def _diagnose_problems(
     snapshot: AppSnapshot, problems: list[PodProblem], running: int, total: int, restarts: str
 ) -> AppDiagnosis:
-    cause = _choose_root_cause(problems)
+    cause = problems[0]
     same = sum((problem.kind, problem.message) == (cause.kind, cause.message) for problem in problems)
     subject, message = _name_pod(cause, snapshot), cause.message
     if same > 1:
@@ -268,19 +269,10 @@ def explain_refused_pod(message: str) -> str:
     return text
 
 
-def _diagnose_pods(pods: list[Object], snapshot: AppSnapshot) -> list[PodProblem]:
-    return [problem for pod in pods if (problem := diagnose_pod(pod, snapshot)) is not None]
-
-
-def _choose_root_cause(problems: list[PodProblem]) -> PodProblem:
-    """Return the problem that explains the others: the most serious one, and of these the earliest."""
-    return min(problems, key=lambda item: (SEVERITY_ORDER.index(item.kind), item.time or "9", item.pod))
-
-
-def find_root_cause(snapshot: AppSnapshot) -> PodProblem | None:
-    """Return the problem of a pod that explains those of the others; None if no pod has a problem."""
-    problems = _diagnose_pods(snapshot.pods, snapshot)
-    return _choose_root_cause(problems) if problems else None
+def diagnose_pods(pods: list[Object], snapshot: AppSnapshot) -> list[PodProblem]:
+    """Return the problems of pods. The first explains the others: it is the most serious, and of these the earliest."""
+    problems = [problem for pod in pods if (problem := diagnose_pod(pod, snapshot)) is not None]
+    return sorted(problems, key=lambda item: (SEVERITY_ORDER.index(item.kind), item.time or "9", item.pod))
 
 
 def _get_log_lines(cause: PodProblem, snapshot: AppSnapshot) -> tuple[str, ...]:

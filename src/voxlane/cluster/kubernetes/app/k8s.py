@@ -168,11 +168,6 @@ def has_ended(pod: Object) -> bool:
     return status(pod).get("phase") in ("Succeeded", "Failed")
 
 
-def is_board(thing: Object) -> bool:
-    """Return whether an object belongs to an app's TensorBoard, not to its training."""
-    return label(thing, PART_LABEL) == BOARD
-
-
 def is_about(event: Object, uids: Collection[str]) -> bool:
     """Return whether an event is about an object with one of these uids."""
     return str((event.get("involvedObject") or {}).get("uid")) in uids
@@ -242,10 +237,9 @@ def parse_time(text: str | None) -> datetime | None:
     if not text:
         return None
     try:
-        moment = datetime.fromisoformat(text)
+        return datetime.fromisoformat(text)
     except ValueError:
         return None
-    return moment if moment.tzinfo else moment.replace(tzinfo=UTC)
 
 
 def format_age(text: str | None, now: datetime) -> str:

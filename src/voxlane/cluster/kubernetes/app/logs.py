@@ -61,22 +61,18 @@ class LogQuery:
 def list_pods(cluster: Cluster, app: str, *, board: bool = False) -> list[Object]:
     """Return the pods of an app's training, or of its TensorBoard, oldest first."""
     pods = cluster.list(path_of("v1", "Pod", cluster.namespace), labels=f"{k8s.APP_LABEL}={app}")
-    selected = [pod for pod in pods if k8s.is_board(pod) == board]
+    selected = [pod for pod in pods if (k8s.label(pod, k8s.PART_LABEL) == k8s.BOARD) == board]
     return sorted(selected, key=lambda pod: (k8s.created_at(pod), k8s.name_of(pod)))
 
 
-def select_pods(pods: Sequence[Object], app: str, names: Collection[str]) -> list[Object]:
-    """Return the pods with these full or short names (all if empty); raise ConfigError if one does not exist."""
+def select_pods(pods: Sequence[Object], app: str, names: Collection[str], *, check: bool = True) -> list[Object]:
+    """Return the pods with these full or short names (all if empty); with `check`, raise ConfigError if a name has no
+    pod."""
     short_names = k8s.shorten_pod_names(pods, app)
     existing = {name for pair in short_names.items() for name in pair}
-    if unknown := [name for name in names if name not in existing]:
+    if check and (unknown := [name for name in names if name not in existing]):
         listed = ", ".join(sorted(set(short_names.values()))[:20]) or "none"
         raise ConfigError(f"no pod {unknown[0]!r}", uri=f"app {app}", fix=f"There are: {listed}")
-    return _match_pods(pods, app, names)
-
-
-def _match_pods(pods: Sequence[Object], app: str, names: Collection[str]) -> list[Object]:
-    short_names = k8s.shorten_pod_names(pods, app)
     return [pod for pod in pods if not names or {k8s.name_of(pod), short_names[k8s.name_of(pod)]} & {*names}]
 
 
@@ -132,11 +128,11 @@ def _stream(
     cluster: Cluster, source: _Source, query: LogQuery, *, follow: bool = False, since_time: str = ""
 ) -> Iterator[bytes]:
     """Yield a container's lines with their times, from `since_time` on if given; none if the pod does not exist."""
-    parameters: dict[str, Any] = {"container": source.container, "timestamps": "true"}
-    parameters |= {"follow": "true"} if follow else {}
-    parameters |= {"previous": "true"} if query.previous else {}
-    parameters |= {"sinceTime": since_time} if since_time else {}
-    if not since_time and query.since_s is not None:
+    flags = {"timestamps": True, "follow": follow, "previous": query.previous}
+    parameters: dict[str, Any] = {"container": source.container, **{key: str(flags[key]).lower() for key in flags}}
+    if since_time:
+        parameters["sinceTime"] = since_time
+    elif query.since_s is not None:
         parameters["sinceSeconds"] = max(1, round(query.since_s))
     if not since_time and query.tail is not None:
         parameters["tailLines"] = query.tail
@@ -221,7 +217,7 @@ class LogFollower:
     def _poll_pods(self) -> bool:
         """Follow new pods; return whether the app is over."""
         pods = list_pods(self._cluster, self._app)
-        selected = _match_pods(pods, self._app, self._query.pods)
+        selected = select_pods(pods, self._app, self._query.pods, check=False)  # the others may start later
         for source in _list_sources(self._app, selected, previous=self._query.previous):
             if (source.pod, source.container) in self._threads:
                 continue

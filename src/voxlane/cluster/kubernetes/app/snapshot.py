@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from voxlane.cluster.kubernetes.app import k8s
-from voxlane.cluster.kubernetes.app.diagnosis import find_root_cause
+from voxlane.cluster.kubernetes.app.diagnosis import diagnose_pods
 from voxlane.cluster.kubernetes.app.k8s import AppSnapshot, Object
 from voxlane.cluster.kubernetes.client import Cluster, path_of
 from voxlane.cluster.kubernetes.names import API_VERSION
@@ -80,7 +80,8 @@ def _build_snapshot(
 
     def select(*kinds: str, board: bool = False) -> list[Object]:
         listed = [item for kind in kinds for item in objects.get(kind, ()) if k8s.label(item, k8s.APP_LABEL) == name]
-        return sorted((item for item in listed if k8s.is_board(item) == board), key=k8s.name_of)
+        selected = [item for item in listed if (k8s.label(item, k8s.PART_LABEL) == k8s.BOARD) == board]
+        return sorted(selected, key=k8s.name_of)
 
     snapshot = AppSnapshot(
         name=name,
@@ -95,11 +96,11 @@ def _build_snapshot(
         unreadable=unreadable,
     )
     snapshot = snapshot if snapshot.workload is None else _complete(cluster, snapshot, snapshot.workload)
-    cause = find_root_cause(snapshot) if tails and snapshot.workload else None
-    if cause is None or cause.kind not in ("crash", "memory"):
+    problems = diagnose_pods(snapshot.pods, snapshot) if tails and snapshot.workload else []
+    if not problems or problems[0].kind not in ("crash", "memory"):
         return snapshot
-    crashed = next(pod for pod in snapshot.pods if k8s.name_of(pod) == cause.pod)
-    return replace(snapshot, log_tails={cause.pod: read_log_tail(cluster, crashed)})
+    crashed = next(pod for pod in snapshot.pods if k8s.name_of(pod) == problems[0].pod)
+    return replace(snapshot, log_tails={problems[0].pod: read_log_tail(cluster, crashed)})
 
 
 def _complete(cluster: Cluster, snapshot: AppSnapshot, workload: Object) -> AppSnapshot:

@@ -36,10 +36,10 @@ def show(cluster: Cluster, name: str, port: int, *, report: Report, open_url: Ca
         nonlocal current
         pod = cluster.find(path_of("v1", "Pod", cluster.namespace, current)) if current else None
         if pod is None or not k8s.is_available(pod):
-            available = [pod for pod in _take_snapshot(cluster, name).board_pods if k8s.is_available(pod)]
-            if not available:
+            ready = list(filter(k8s.is_ready, _take_snapshot(cluster, name).board_pods))
+            if not ready:
                 raise NotRunningError("its pod is not ready", uri=f"TensorBoard of {name}")
-            current = k8s.name_of(max(available, key=k8s.created_at))
+            current = k8s.name_of(max(ready, key=k8s.created_at))
         return current
 
     def report_when_open(text: str) -> None:
@@ -73,32 +73,28 @@ def apply(cluster: Cluster, app: App, image: str) -> None:
 
 def stop(cluster: Cluster, name: str) -> bool:
     """Remove the TensorBoard of app `name`; return whether there was one."""
-    deployments = _list_deployments(cluster, name)
+    deployments = _list_board(cluster, "apps/v1", "Deployment", name)
     for deployment in deployments:
         cluster.delete(path_of_object(deployment))
     return bool(deployments)
 
 
-def _list_deployments(cluster: Cluster, name: str) -> list[Object]:
-    """Return the Deployment of app `name`'s TensorBoard, if there is one."""
-    return [item for item in _list_board(cluster, "apps/v1", "Deployment", name) if not k8s.is_deleting(item)]
-
-
 def _list_board(cluster: Cluster, version: str, kind: str, name: str) -> list[Object]:
+    """Return the Deployment or the pods of app `name`'s TensorBoard, unless they are being deleted."""
     labels = f"{k8s.APP_LABEL}={name},{k8s.PART_LABEL}={k8s.BOARD}"
-    return cluster.list(path_of(version, kind, cluster.namespace), labels=labels)
+    objects = cluster.list(path_of(version, kind, cluster.namespace), labels=labels)
+    return [item for item in objects if not k8s.is_deleting(item)]
 
 
-def wait_for_pod(cluster: Cluster, name: str, *, report: Report, deadline: float) -> str:
-    """Return the name of TensorBoard's pod, once it is ready. Raise NotRunningError with the reason at the deadline (of
-    the monotonic clock), or earlier if the pod crashes or cannot be started for a minute."""
+def wait_for_pod(cluster: Cluster, name: str, *, report: Report, deadline: float) -> None:
+    """Wait until TensorBoard's pod is ready. Raise NotRunningError with the reason at the deadline (of the monotonic
+    clock), or earlier if the pod crashes or cannot be started for a minute."""
     reported, stuck_deadline = "", 0.0
     while True:
         snapshot = _take_snapshot(cluster, name)
-        for pod in snapshot.board_pods:
-            if k8s.is_available(pod):
-                return k8s.name_of(pod)
-        delay = explain_delay(snapshot)
+        if any(map(k8s.is_ready, snapshot.board_pods)):
+            return
+        delay = _explain_delay(snapshot)
         if delay.message != reported:
             reported, stuck_deadline = delay.message, time.monotonic() + _STUCK_TIMEOUT_S
             report(f"TensorBoard of {name}: {reported}")
@@ -110,11 +106,11 @@ def wait_for_pod(cluster: Cluster, name: str, *, report: Report, deadline: float
         time.sleep(_POLL_S)
 
 
-def explain_delay(snapshot: AppSnapshot) -> PodProblem:
+def _explain_delay(snapshot: AppSnapshot) -> PodProblem:
     """Explain why the TensorBoard of an app is not ready; the message begins with "its pod"."""
-    pods = sorted((pod for pod in snapshot.board_pods if not k8s.is_deleting(pod)), key=k8s.name_of)
-    if pods:
-        problem = diagnose_pod(pods[0], snapshot) or PodProblem("", "is starting")
+    if snapshot.board_pods:
+        pod = min(snapshot.board_pods, key=k8s.name_of)
+        problem = diagnose_pod(pod, snapshot) or PodProblem("", "is starting")
         return replace(problem, message=f"its pod {problem.message}")
     for deployment in snapshot.boards:
         if k8s.is_true(deployment, "ReplicaFailure"):
@@ -124,7 +120,7 @@ def explain_delay(snapshot: AppSnapshot) -> PodProblem:
 
 
 def _take_snapshot(cluster: Cluster, name: str) -> AppSnapshot:
-    deployments = _list_deployments(cluster, name)
+    deployments = _list_board(cluster, "apps/v1", "Deployment", name)
     if not deployments:
         fix = "Start one in the app's folder: voxlane app tensorboard"
         raise MissingObjectError("it has no TensorBoard in the cluster", uri=f"app {name}", fix=fix)

@@ -14,16 +14,9 @@ from voxlane.cluster.kubernetes.client import Cluster, path_of, path_of_object
 from voxlane.cluster.kubernetes.names import API_VERSION
 from voxlane.errors import ClusterError
 
-KINDS = {
-    **k8s.WORKLOADS,
-    "Job": "batch/v1",
-    "Deployment": "apps/v1",
-    "Service": "v1",
-    "ConfigMap": "v1",
-    "StagedDataset": API_VERSION,
-}
+KINDS = {**k8s.WORKLOADS, "Deployment": "apps/v1", "ConfigMap": "v1", "StagedDataset": API_VERSION}
 """apiVersion of the kinds that an app creates, in the order of their removal: running pods first, their data last."""
-_KINDS_WITH_PODS = (*k8s.WORKLOADS, "Job", "Deployment")
+_KINDS_WITH_PODS = (*k8s.WORKLOADS, "Deployment")
 _POLL_S = 0.5
 _TIMEOUT_S = 900.0
 
@@ -40,26 +33,22 @@ class UndeployPlan:
     """Names of StagedDatasets that another app uses, and that app, which becomes their owner."""
 
 
-def list_objects(cluster: Cluster, app: str) -> tuple[list[Object], list[str]]:
-    """Return the objects that carry an app's labels and have no owner (others are removed with their owner), and the
-    kinds that this user may not list. A user who deployed the app may list all kinds that it uses: `deploy` checks."""
-    objects, forbidden = _list_by_labels(cluster, f"{k8s.APP_LABEL}={app},{k8s.MANAGED_BY_LABEL}={k8s.MANAGED_BY}")
-    return [item for item in objects if not item["metadata"].get("ownerReferences")], forbidden
+def list_objects(cluster: Cluster, app: str = "") -> tuple[list[Object], list[str]]:
+    """Return the objects of an app, or of all apps, in the order in which they are removed, without those that are
+    removed with their owner; and the kinds that this user may not list. Raise ForbiddenError if these are all kinds. To
+    users of one namespace, a server forbids even the kinds that it does not have, but a user who deployed an app may
+    list all kinds that it uses: `deploy` checks."""
+    labels = f"{k8s.MANAGED_BY_LABEL}={k8s.MANAGED_BY},{k8s.APP_LABEL}" + (f"={app}" if app else "")
+    objects, forbidden = run_permitted(build_listing_tasks(cluster, KINDS, labels))
+    if not objects:
+        raise next(iter(forbidden.values()))
+    listed = [item for kind in KINDS for item in objects.get(kind, ())]
+    return [item for item in listed if not item["metadata"].get("ownerReferences")], list(forbidden)
 
 
 def list_apps(cluster: Cluster) -> list[str]:
     """Return the names of all apps that have objects in the namespace."""
-    objects, _ = _list_by_labels(cluster, f"{k8s.MANAGED_BY_LABEL}={k8s.MANAGED_BY},{k8s.APP_LABEL}")
-    return sorted({k8s.label(item, k8s.APP_LABEL) for item in objects})
-
-
-def _list_by_labels(cluster: Cluster, labels: str) -> tuple[list[Object], list[str]]:
-    """Return objects in the order in which they are removed, and the kinds that may not be listed; raise ForbiddenError
-    if these are all kinds. To users of one namespace, a server forbids even the kinds that it does not have."""
-    objects, forbidden = run_permitted(build_listing_tasks(cluster, KINDS, labels))
-    if not objects:
-        raise next(iter(forbidden.values()))
-    return [item for kind in KINDS for item in objects.get(kind, ())], list(forbidden)
+    return sorted({k8s.label(item, k8s.APP_LABEL) for item in list_objects(cluster)[0]})
 
 
 def list_workloads(cluster: Cluster) -> list[Object]:

@@ -13,6 +13,7 @@ import logging
 import os
 import ssl
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 from urllib.parse import quote, urlencode
 
@@ -79,8 +80,7 @@ class Cluster:
         try:
             if context is None and "KUBECONFIG" not in os.environ and "KUBERNETES_SERVICE_HOST" in os.environ:
                 kubeconfig.load_incluster_config(client_configuration=settings)
-                with open("/var/run/secrets/kubernetes.io/serviceaccount/namespace", encoding="utf-8") as file:
-                    own_namespace = file.read().strip()
+                own_namespace = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace").read_text().strip()
                 return cls(_share_tls(ApiClient(settings)), namespace=namespace or own_namespace, name="in-cluster")
             # The path is passed because the package reads KUBECONFIG only once, when it is imported.
             with _capture_logged_errors() as logged_errors:
@@ -188,8 +188,7 @@ class Cluster:
 
     def list(self, path: str, *, labels: str = "", fields: str = "") -> list[Object]:
         """Return the objects of a kind, fetched in pages; [] if the cluster does not have the kind."""
-        selectors = {"labelSelector": labels, "fieldSelector": fields}
-        query = {"limit": str(_PAGE_SIZE), **{name: value for name, value in selectors.items() if value}}
+        query = {"limit": str(_PAGE_SIZE), "labelSelector": labels, "fieldSelector": fields}
         objects: list[Object] = []
         while True:
             try:
@@ -221,9 +220,8 @@ class Cluster:
 
     def delete(self, path: str, *, foreground: bool = False, grace_s: int | None = None) -> bool:
         """Delete an object and everything it owns; return whether it existed."""
-        options: dict[str, Any] = {"propagationPolicy": "Foreground" if foreground else "Background"}
-        if grace_s is not None:
-            options["gracePeriodSeconds"] = grace_s
+        policy = "Foreground" if foreground else "Background"
+        options = {"propagationPolicy": policy, "gracePeriodSeconds": grace_s}
         try:
             self.request("DELETE", path, options)
         except MissingObjectError:
@@ -239,8 +237,7 @@ class Cluster:
         """Return whether the server allows this user `verb` on a kind; an empty namespace means all namespaces."""
         namespace = self.namespace if namespace is None else namespace
         attributes = {"verb": verb, "group": api_version.rpartition("/")[0], "resource": plural_of(kind)}
-        attributes |= {"subresource": subresource} if subresource else {}
-        attributes |= {"namespace": namespace} if namespace and kind not in CLUSTER_WIDE else {}
+        attributes |= {"subresource": subresource, "namespace": "" if kind in CLUSTER_WIDE else namespace}
         version, kind = "authorization.k8s.io/v1", "SelfSubjectAccessReview"
         review = {"apiVersion": version, "kind": kind, "spec": {"resourceAttributes": attributes}}
         response = self.request("POST", path_of(version, kind), review)

@@ -512,7 +512,14 @@ def _load_files(app: App, folder: str, origin: str, check_space: SpaceCheck | No
         settings.set_dotted(values, override)
     _reject_secrets(values, "", path)
     if app.train is not None:
-        _check_train_config(values, path)
+        from voxlane.store import StoreConfig
+        from voxlane.train.config import build_config
+
+        store = values.pop("store", None) or {}
+        if not isinstance(store, dict):
+            raise ConfigError(f"store: expected fields, got {store!r}", uri=path)
+        StoreConfig.from_dict({str(name): value for name, value in store.items()})
+        build_config(values, origin=path)
     elif check_space is not None:
         check_space(values, path)
     return files
@@ -532,17 +539,6 @@ def _read_file(folder: str, name: str, field: str, origin: str) -> str:
         message = "it contains a secret, but pods read it from a ConfigMap"
         raise ConfigError(message, uri=path, fix="Use credentials.secret")
     return text
-
-
-def _check_train_config(values: dict[str, Any], path: str) -> None:
-    from voxlane.store import StoreConfig
-    from voxlane.train import config as train_config
-
-    store = values.pop("store", None) or {}
-    if not isinstance(store, dict):
-        raise ConfigError(f"store: expected fields, got {store!r}", uri=path)
-    StoreConfig.from_dict({str(name): value for name, value in store.items()})
-    train_config.build_config(values, origin=path)
 
 
 def _reject_secrets(values: Mapping[str, Any], prefix: str, origin: str) -> None:

@@ -103,10 +103,10 @@ _SIGNALS = {134: "SIGABRT", 135: "SIGBUS", 136: "SIGFPE", 137: "SIGKILL", 139: "
 
 
 def _diagnose_containers(pod: Object, snapshot: AppSnapshot) -> PodProblem | None:
+    specs = {item["name"]: item for part in ("initContainers", "containers") for item in k8s.spec(pod).get(part) or ()}
     for container in k8s.list_container_statuses(pod):
-        state = container.get("state") or {}
-        spec = _find_container(pod, container)
-        problem = _diagnose_end(spec, state.get("terminated") or {})
+        spec = specs.get(container["name"], {})
+        problem = _diagnose_end(spec, (container.get("state") or {}).get("terminated") or {})
         if problem := problem or _diagnose_waiting(container, spec, pod, snapshot):
             return problem
     return None
@@ -225,12 +225,6 @@ def _diagnose_mount(pod: Object, snapshot: AppSnapshot) -> PodProblem | None:
 
 def _list_warnings(pod: Object, snapshot: AppSnapshot) -> list[Object]:
     return [event for event in snapshot.warnings if k8s.is_about(event, [k8s.uid_of(pod)])]
-
-
-def _find_container(pod: Object, container_status: Object) -> Object:
-    """Return the spec of the container that a status is about; {} if there is none."""
-    containers = [*(k8s.spec(pod).get("initContainers") or ()), *(k8s.spec(pod).get("containers") or ())]
-    return next((item for item in containers if item.get("name") == container_status.get("name")), {})
 
 
 # -- scheduling --------------------------------------------------------------------------------------------------------

@@ -150,23 +150,19 @@ def _render_jobset(target: Target) -> Manifest:
 
 def _build_jobset_pod(target: Target) -> dict[str, Any]:
     app = target.app
-    rank_zero_host = f"{app.name}-{REPLICATED_JOB}-0-0.{app.name}"
-    node_options = [
-        f"--nnodes={app.nodes}",
-        f"--nproc-per-node={app.devices_per_node}",
-        "--node-rank=$(JOB_COMPLETION_INDEX)",
-        f"--master-addr={rank_zero_host}",
-        f"--master-port={pod.RANK_ZERO_PORT}",
-    ]
+    torchrun_options = {
+        "nnodes": app.nodes,
+        "nproc-per-node": app.devices_per_node,
+        "node-rank": "$(JOB_COMPLETION_INDEX)",
+        "master-addr": f"{app.name}-{REPLICATED_JOB}-0-0.{app.name}",
+        "master-port": pod.RANK_ZERO_PORT,
+    }
+    node_options = [f"--{name}={value}" for name, value in torchrun_options.items()]
     torchrun_env: list[dict[str, Any]] = []
     if app.command is not None and app.parallel is None:
         # With torchrun's own variables, the user's torchrun finds the other ranks; voxlane's commands get options.
-        variables = {
-            "PET_NNODES": str(app.nodes),
-            "PET_NPROC_PER_NODE": str(app.devices_per_node),
-            "PET_MASTER_ADDR": rank_zero_host,
-            "PET_MASTER_PORT": str(pod.RANK_ZERO_PORT),
-        }
+        del torchrun_options["node-rank"]  # the Job adds its variable after these, which cannot refer to it
+        variables = {f"PET_{name.upper().replace('-', '_')}": str(value) for name, value in torchrun_options.items()}
         index = {"fieldRef": {"fieldPath": "metadata.annotations['batch.kubernetes.io/job-completion-index']"}}
         torchrun_env = [{"name": name, "value": value} for name, value in variables.items()]
         torchrun_env.append({"name": "PET_NODE_RANK", "valueFrom": index})

@@ -1,4 +1,7 @@
-"""The parts of an app's pods that all workloads share: labels, command, environment, volumes and placement. Pure."""
+"""The parts of an app's pods that all workloads share: labels, command, environment, volumes and placement. Pure.
+
+The app has the image and the namespace that it is rendered for.
+"""
 
 from __future__ import annotations
 
@@ -21,16 +24,6 @@ _ARCHIVE_S = 10
 """Part of the grace period that is left for archiving the end of the log after the ranks have ended."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Target:
-    """What an app is rendered for."""
-
-    app: App
-    image: str
-    """Image with its tag or digest."""
-    namespace: str
-
-
 def build_labels(app: App, part: str) -> dict[str, str]:
     """Return the labels of every object of an app; `part` is job, board, data or config."""
     return {k8s.MANAGED_BY_LABEL: k8s.MANAGED_BY, "app.kubernetes.io/name": app.name, **build_selector(app, part)}
@@ -46,25 +39,23 @@ def build_job_labels(app: App) -> dict[str, str]:
     return build_labels(app, "job") | {use_label(stage.name): "true" for stage in app.stage}
 
 
-def build_metadata(target: Target, name: str, labels: Mapping[str, str]) -> dict[str, Any]:
+def build_metadata(app: App, name: str, labels: Mapping[str, str]) -> dict[str, Any]:
     """Return the name, namespace, labels and annotations of an object."""
-    app = target.app
     annotations: dict[str, str] = {"voxlane.dev/template": app.template}
     if labels[k8s.PART_LABEL] in ("job", k8s.BOARD):
-        annotations[k8s.IMAGE_ANNOTATION] = target.image
+        annotations[k8s.IMAGE_ANNOTATION] = app.image
     if app.run_uri:
         annotations[k8s.RUN_ANNOTATION] = app.run_uri
-    return {"name": name, "namespace": target.namespace, "labels": dict(labels), "annotations": annotations}
+    return {"name": name, "namespace": app.namespace, "labels": dict(labels), "annotations": annotations}
 
 
-def build_workload(target: Target, spec: Mapping[str, Any]) -> Manifest:
+def build_workload(app: App, spec: Mapping[str, Any]) -> Manifest:
     """Return the manifest of the app's workload; in a queue, it starts suspended, and Kueue resumes it."""
-    app = target.app
     queue_labels = {k8s.QUEUE_LABEL: app.queue} if app.queue else {}
     return {
         "apiVersion": app.workload[0],
         "kind": app.workload[1],
-        "metadata": build_metadata(target, app.name, build_job_labels(app) | queue_labels),
+        "metadata": build_metadata(app, app.name, build_job_labels(app) | queue_labels),
         "spec": {**({"suspend": True} if app.queue else {}), **spec},
     }
 
@@ -156,11 +147,10 @@ def build_resources(app: App, resources: Resources, *, devices: bool = True) -> 
 
 
 def build_volumes(
-    target: Target, *, data: bool = True, files: bool = True
+    app: App, *, data: bool = True, files: bool = True
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """Return the volumes of a pod and the volume mounts of its container. `data` includes /dev/shm and staged data, for
     pods that train; `files` includes the app's files."""
-    app = target.app
     parts = app.credentials.pod_parts(*list_bucket_schemes(app))
     volumes, mounts = list(parts["volumes"]), list(parts["volumeMounts"])
     if app.file_names and files:
@@ -172,7 +162,7 @@ def build_volumes(
         volumes.append({"name": "shared-memory", "emptyDir": {"medium": "Memory", "sizeLimit": app.shared_memory}})
         mounts.append({"name": "shared-memory", "mountPath": "/dev/shm"})
     for number, stage in enumerate(app.stage):
-        path = f"{stage.data_path.rstrip('/')}/datasets/{node_key(target.namespace, stage.name)}"
+        path = f"{stage.data_path.rstrip('/')}/datasets/{node_key(app.namespace or 'default', stage.name)}"
         # Type Directory: without the data, the pod waits with a warning, instead of reading an empty folder.
         volumes.append({"name": f"data-{number}", "hostPath": {"path": path, "type": "Directory"}})
         mounts.append({"name": f"data-{number}", "mountPath": stage.mount, "readOnly": True})
@@ -180,7 +170,7 @@ def build_volumes(
 
 
 def build_pod_spec(
-    target: Target,
+    app: App,
     name: str,
     resources: Mapping[str, Any],
     fields: Mapping[str, Any],
@@ -192,11 +182,10 @@ def build_pod_spec(
 ) -> dict[str, Any]:
     """Return the spec of a pod: `fields`, the volumes (see `build_volumes`), and one container of the app's image with
     these resources, more environment variables and other fields."""
-    app = target.app
-    volumes, mounts = build_volumes(target, data=data, files=files)
+    volumes, mounts = build_volumes(app, data=data, files=files)
     container = {
         "name": name,
-        "image": target.image,
+        "image": app.image,
         "imagePullPolicy": "IfNotPresent",
         "env": [*build_environment(app), *map(dict, env)],
         **drop_empty({"envFrom": app.credentials.pod_parts(*list_bucket_schemes(app))["envFrom"]}),
@@ -212,13 +201,12 @@ def build_pod_spec(
 # -- placement ---------------------------------------------------------------------------------------------------------
 
 
-def _build_affinity(target: Target, selector: Mapping[str, str]) -> dict[str, Any]:
+def _build_affinity(app: App, selector: Mapping[str, str]) -> dict[str, Any]:
     """Return the affinity of pods: to nodes that hold the data, one pod on each node, near one another if requested; {}
     if any node will do. `selector` selects the app's own pods."""
-    app = target.app
     affinity: dict[str, Any] = {}
     if app.stage:
-        labels = (node_label(target.namespace, stage.name) for stage in app.stage)
+        labels = (node_label(app.namespace or "default", stage.name) for stage in app.stage)
         has_data = [{"key": label, "operator": "In", "values": ["ready"]} for label in labels]
         terms = {"nodeSelectorTerms": [{"matchExpressions": has_data}]}
         affinity["nodeAffinity"] = {"requiredDuringSchedulingIgnoredDuringExecution": terms}
@@ -244,13 +232,12 @@ def build_pod_metadata(app: App, extra_labels: Mapping[str, str] | None = None) 
     return {"labels": labels, **drop_empty({"annotations": annotations})}
 
 
-def build_placement(target: Target, selector: Mapping[str, str]) -> dict[str, Any]:
+def build_placement(app: App, selector: Mapping[str, str]) -> dict[str, Any]:
     """Return the fields of a pod's spec that say where it runs and with which identity."""
-    app = target.app
     placement = {
         "nodeSelector": dict(app.node_selector),
         "tolerations": [drop_empty(dataclasses.asdict(toleration)) for toleration in app.tolerations],
-        "affinity": _build_affinity(target, selector),
+        "affinity": _build_affinity(app, selector),
         "priorityClassName": app.priority_class,
     }
     return {**drop_empty(placement), **build_identity(app)}

@@ -6,6 +6,7 @@ import hashlib
 import json
 import shlex
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import yaml
@@ -14,7 +15,7 @@ from voxlane.cluster.exit_status import STOPPED
 from voxlane.cluster.kubernetes.app import pod
 from voxlane.cluster.kubernetes.app.config import REPLICATED_JOB, App, Resources, Stage
 from voxlane.cluster.kubernetes.app.k8s import APP_LABEL, BOARD
-from voxlane.cluster.kubernetes.app.pod import Manifest, Target
+from voxlane.cluster.kubernetes.app.pod import Manifest
 from voxlane.cluster.kubernetes.names import API_VERSION
 from voxlane.errors import ConfigError
 
@@ -35,16 +36,16 @@ def render(app: App, image: str, *, namespace: str = "default") -> list[Manifest
     """Return the manifests of an app in the order to apply them: files, data, and the workload last."""
     if missing := set(app.file_names) - set(app.files):
         raise ConfigError(f"{min(missing)} was not read", fix="Load the app with App.load(folder)")
-    target = Target(app, image, namespace)
-    metadata = pod.build_metadata(target, f"{app.name}-config", pod.build_labels(app, "config"))
+    app = replace(app, image=image, namespace=namespace)
+    metadata = pod.build_metadata(app, f"{app.name}-config", pod.build_labels(app, "config"))
     files = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": metadata, "data": dict(app.files)}
-    data = [_render_data(target, stage) for stage in app.stage if stage.source]
-    return _add_hash([*([files] if app.files else []), *data, _RENDERERS[app.template](target)])
+    data = [_render_data(app, stage) for stage in app.stage if stage.source]
+    return _add_hash([*([files] if app.files else []), *data, _RENDERERS[app.template](app)])
 
 
 def render_tensorboard(app: App, image: str, *, namespace: str = "default") -> list[Manifest]:
     """Return the manifests of a TensorBoard of the app's run, which outlives the training."""
-    return _add_hash([_render_board(Target(app, image, namespace))])
+    return _add_hash([_render_board(replace(app, image=image, namespace=namespace))])
 
 
 def hash_manifests(manifests: Sequence[Manifest]) -> str:
@@ -64,8 +65,7 @@ def _add_hash(manifests: list[Manifest]) -> list[Manifest]:
     return manifests
 
 
-def _render_data(target: Target, stage: Stage) -> Manifest:
-    app = target.app
+def _render_data(app: App, stage: Stage) -> Manifest:
     selector = stage.node_selector if stage.node_selector is not None else app.node_selector
     credentials = {
         "secret": app.credentials.secret,
@@ -86,7 +86,7 @@ def _render_data(target: Target, stage: Stage) -> Manifest:
     return {
         "apiVersion": API_VERSION,
         "kind": "StagedDataset",
-        "metadata": pod.build_metadata(target, stage.name, pod.build_labels(app, "data")),
+        "metadata": pod.build_metadata(app, stage.name, pod.build_labels(app, "data")),
         "spec": pod.drop_empty(spec),
     }
 
@@ -111,9 +111,8 @@ _Dumper.add_representer(str, _represent_text)
 # -- JobSet ------------------------------------------------------------------------------------------------------------
 
 
-def _render_jobset(target: Target) -> Manifest:
+def _render_jobset(app: App) -> Manifest:
     """Return a JobSet: one pod on each node, whose ranks find each other by name and restart together."""
-    app = target.app
     stopped = {"containerName": REPLICATED_JOB, "operator": "In", "values": [STOPPED]}
     job = {
         "metadata": {"labels": pod.build_job_labels(app)},
@@ -130,14 +129,14 @@ def _render_jobset(target: Target) -> Manifest:
                     {"action": "FailJob", "onExitCodes": stopped},
                 ]
             },
-            "template": _build_jobset_pod(target),
+            "template": _build_jobset_pod(app),
         },
     }
     # Preemptions, evictions and lost nodes are not failures of the app: they do not count.
     action = "RestartJobSetAndIgnoreMaxRestarts"
     disrupted = {"name": "disrupted", "action": action, "onJobFailureReasons": ["PodFailurePolicy"]}
     return pod.build_workload(
-        target,
+        app,
         {
             "network": {"enableDNSHostnames": True, "publishNotReadyAddresses": True},
             "successPolicy": {"operator": "All", "targetReplicatedJobs": [REPLICATED_JOB]},
@@ -148,8 +147,7 @@ def _render_jobset(target: Target) -> Manifest:
     )
 
 
-def _build_jobset_pod(target: Target) -> dict[str, Any]:
-    app = target.app
+def _build_jobset_pod(app: App) -> dict[str, Any]:
     torchrun_options = {
         "nnodes": app.nodes,
         "nproc-per-node": app.devices_per_node,
@@ -171,40 +169,38 @@ def _build_jobset_pod(target: Target) -> dict[str, Any]:
         "terminationGracePeriodSeconds": app.grace_s,
         "automountServiceAccountToken": False,
         "enableServiceLinks": False,
-        **pod.build_placement(target, pod.build_selector(app, "job")),
+        **pod.build_placement(app, pod.build_selector(app, "job")),
     }
     resources, command = pod.build_resources(app, app.resources), pod.build_ranks_command(app, node_options)
-    spec = pod.build_pod_spec(target, REPLICATED_JOB, resources, fields, env=torchrun_env, **command)
+    spec = pod.build_pod_spec(app, REPLICATED_JOB, resources, fields, env=torchrun_env, **command)
     return {"metadata": pod.build_pod_metadata(app), "spec": spec}
 
 
 # -- RayJob ------------------------------------------------------------------------------------------------------------
 
 
-def _render_rayjob(target: Target) -> Manifest:
+def _render_rayjob(app: App) -> Manifest:
     """Return a RayJob: a Ray cluster for one search or benchmark, which is removed when that has ended."""
-    app = target.app
     return pod.build_workload(
-        target,
+        app,
         {
             "entrypoint": shlex.join([*pod.build_entry_command(app), *pod.build_work_command(app)]),
             "backoffLimit": app.restarts,
             "shutdownAfterJobFinishes": True,
             "ttlSecondsAfterFinished": _LINGER_S if app.ttl_s is None else app.ttl_s,
-            "submitterPodTemplate": _build_submitter(target),
+            "submitterPodTemplate": _build_submitter(app),
             "rayClusterSpec": {
                 "rayVersion": RAY_VERSION,
                 # Without a token, everyone who reaches Ray could run anything with the app's credentials.
                 "authOptions": {"mode": "token"},
-                "headGroupSpec": _build_head(target),
-                "workerGroupSpecs": [_build_workers(target)],
+                "headGroupSpec": _build_head(app),
+                "workerGroupSpecs": [_build_workers(app)],
             },
         },
     )
 
 
-def _build_head(target: Target) -> dict[str, Any]:
-    app = target.app
+def _build_head(app: App) -> dict[str, Any]:
     fields = {
         "terminationGracePeriodSeconds": app.grace_s,
         **pod.build_identity(app),
@@ -212,7 +208,7 @@ def _build_head(target: Target) -> dict[str, Any]:
     }
     resources = pod.build_resources(app, app.head, devices=False)
     # The head may be on a node without the data.
-    spec = pod.build_pod_spec(target, "ray-head", resources, fields, env=_RAY_ENV, data=False)
+    spec = pod.build_pod_spec(app, "ray-head", resources, fields, env=_RAY_ENV, data=False)
     ports = {"gcs-server": 6379, "dashboard": 8265, "client": 10001}
     spec["containers"][0]["ports"] = [{"name": name, "containerPort": port} for name, port in ports.items()]
     options = {"dashboard-host": "0.0.0.0", "num-cpus": "0", "num-gpus": "0"}
@@ -223,12 +219,11 @@ def _build_head(target: Target) -> dict[str, Any]:
     }
 
 
-def _build_workers(target: Target) -> dict[str, Any]:
-    app = target.app
+def _build_workers(app: App) -> dict[str, Any]:
     worker_label = {"voxlane.dev/ray": "worker"}
     fields = {
         "terminationGracePeriodSeconds": app.grace_s,
-        **pod.build_placement(target, pod.build_selector(app, "job") | worker_label),
+        **pod.build_placement(app, pod.build_selector(app, "job") | worker_label),
     }
     resources = pod.build_resources(app, app.resources)
     gpus = app.devices_per_node if app.device == "gpu" else 0
@@ -241,17 +236,16 @@ def _build_workers(target: Target) -> dict[str, Any]:
         "rayStartParams": {"object-store-memory": str(_OBJECT_STORE_BYTES), **options},
         "template": {
             "metadata": pod.build_pod_metadata(app, worker_label),
-            "spec": pod.build_pod_spec(target, "ray-worker", resources, fields, env=_RAY_ENV),
+            "spec": pod.build_pod_spec(app, "ray-worker", resources, fields, env=_RAY_ENV),
         },
     }
 
 
-def _build_submitter(target: Target) -> dict[str, Any]:
+def _build_submitter(app: App) -> dict[str, Any]:
     """Return the pod that submits the command to Ray and prints its output; KubeRay fills in its command."""
-    app = target.app
     container = {
         "name": "ray-job-submitter",
-        "image": target.image,
+        "image": app.image,
         "imagePullPolicy": "IfNotPresent",
         "resources": pod.build_resources(app, SUBMITTER_RESOURCES, devices=False),
         "securityContext": {"allowPrivilegeEscalation": False},
@@ -265,20 +259,20 @@ def _build_submitter(target: Target) -> dict[str, Any]:
 # -- TrainJob ----------------------------------------------------------------------------------------------------------
 
 
-def _render_trainjob(target: Target) -> Manifest:
+def _render_trainjob(app: App) -> Manifest:
     """Return a TrainJob of Kubeflow Trainer: its runtime creates the JobSet and decides how often it restarts."""
-    app, credentials = target.app, target.app.credentials
+    credentials = app.credentials
     secret_keys: list[str] = []
     if credentials.secret and not credentials.file:  # a variable for each key, because a TrainJob has no envFrom
         secret_keys = credentials.variables(*pod.list_bucket_schemes(app))
     references = [{"name": credentials.secret, "key": key, "optional": True} for key in secret_keys]
     secret_env = [{"name": reference["key"], "valueFrom": {"secretKeyRef": reference}} for reference in references]
-    volumes, mounts = pod.build_volumes(target)
+    volumes, mounts = pod.build_volumes(app)
     template = {
         "metadata": pod.build_pod_metadata(app),
         "spec": {
             "terminationGracePeriodSeconds": app.grace_s,
-            **pod.build_placement(target, pod.build_selector(app, "job")),
+            **pod.build_placement(app, pod.build_selector(app, "job")),
             **({"containers": [{"name": REPLICATED_JOB, "volumeMounts": mounts}]} if mounts else {}),
             **pod.drop_empty({"volumes": volumes}),
         },
@@ -290,11 +284,11 @@ def _render_trainjob(target: Target) -> Manifest:
     }
     runtime = {"apiGroup": "trainer.kubeflow.org", "kind": "ClusterTrainingRuntime", "name": app.runtime}
     return pod.build_workload(
-        target,
+        app,
         {
             "runtimeRef": runtime,
             "trainer": {
-                "image": target.image,
+                "image": app.image,
                 # The runtime sets torchrun's own variables: the node's rank, the number of nodes, the host of rank 0.
                 **pod.build_ranks_command(app),
                 "env": [*pod.build_environment(app), *secret_env],
@@ -310,15 +304,14 @@ def _render_trainjob(target: Target) -> Manifest:
 # -- TensorBoard -------------------------------------------------------------------------------------------------------
 
 
-def _render_board(target: Target) -> Manifest:
+def _render_board(app: App) -> Manifest:
     """Return the Deployment of the app's TensorBoard, which reads the run's bucket and outlives the training."""
-    app = target.app
     if app.run_uri is None:
         raise ConfigError("run: missing, so there is nothing to show", fix="Give run: gs://BUCKET/RUN")
     port = TENSORBOARD_PORT
     probe = f"import urllib.request as u; u.urlopen('http://127.0.0.1:{port}/', timeout=5)"
     pod_spec = pod.build_pod_spec(
-        target,
+        app,
         BOARD,
         pod.build_resources(app, TENSORBOARD_RESOURCES, devices=False),
         {
@@ -337,7 +330,7 @@ def _render_board(target: Target) -> Manifest:
     return {
         "apiVersion": "apps/v1",
         "kind": "Deployment",
-        "metadata": pod.build_metadata(target, name, labels),
+        "metadata": pod.build_metadata(app, name, labels),
         "spec": {
             "replicas": 1,
             "strategy": {"type": "Recreate"},

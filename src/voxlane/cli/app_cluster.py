@@ -87,7 +87,6 @@ def deploy_app(options: DeployOptions) -> int:
     with signals.interrupted_by("SIGTERM", "SIGHUP"), contextlib.closing(_StagingProgress()) as progress:
         deploy.apply(
             cluster,
-            app.name,
             plan,
             report=progress.print_line,
             wait=options.wait,
@@ -357,7 +356,7 @@ def _remove_app(target: AppTarget, options: UndeployOptions) -> bool:
     has_data = any(item["kind"] == "StagedDataset" for item in objects)
     others = undeploy.list_workloads(target.cluster) if has_data else []
     plan = undeploy.plan(objects, others, target.name, keep_data=options.keep_data)
-    undeploy.apply(target.cluster, target.name, plan, report=print_line, wait=not options.no_wait)
+    undeploy.apply(target.cluster, plan, report=print_line, wait=not options.no_wait)
     if plan.remaining:
         print_line(f"stays: {'; '.join(plan.remaining)}")
     return True

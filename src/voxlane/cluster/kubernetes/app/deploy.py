@@ -2,7 +2,7 @@
 
     files and data  ->  wait for the data  ->  the old job ends  ->  the new job
 
-Data that must be copied again waits for its users, so then the old job ends before everything else.
+Data that must be copied again waits for the pods that use it, so the old job then ends first.
 
 Everything is first sent to the server as a dry run. Each object that a deploy creates or changes carries the deploy's
 token. If anything fails before the new job exists, also on Ctrl-C, all of it is rolled back: new objects are removed
@@ -220,7 +220,6 @@ def _restore(before: Object, current: Object) -> Object:
 
 def apply(
     cluster: Cluster,
-    app: str,
     deploy_plan: DeployPlan,
     *,
     report: Report,
@@ -235,7 +234,7 @@ def apply(
     token = secrets.token_hex(8)
     started_steps: list[DeployStep] = []
     *first_steps, last_step = deploy_plan.steps
-    remove_old = partial(undeploy.apply, cluster, app, undeploy.UndeployPlan(deploy_plan.remove), report=report)
+    remove_old = partial(undeploy.apply, cluster, undeploy.UndeployPlan(deploy_plan.remove), report=report)
     try:
         if deploy_plan.ends_first:
             report("data is copied again, which waits for the pods that use it: the old job ends first")

@@ -10,8 +10,6 @@ from voxlane.cluster.kubernetes.app.k8s import AppSnapshot, Object
 from voxlane.cluster.kubernetes.app.pod_diagnosis import SEVERITY_ORDER, PodProblem, describe_missing_data, diagnose_pod
 
 _RESUME_PATCH = '{"spec":{"suspend":false}}'
-_LOG_LINES = 10
-"""Number of log lines that are shown of a crash."""
 _PLURALS = {"needs": "need", "has": "have", "is": "are", "was": "were"}
 
 
@@ -112,7 +110,7 @@ def _diagnose_failure(snapshot: AppSnapshot, workload: Object, time: str, messag
     if problems := diagnose_pods(snapshot.pods, snapshot):
         cause = problems[0]
         reason = f"{_name_pod(cause, snapshot)} {cause.message}{ago}{restarts}"
-        return AppDiagnosis("failed", reason, cause.fix, _get_log_lines(cause, snapshot))
+        return AppDiagnosis("failed", reason, cause.fix, tuple(snapshot.log_tails.get(cause.pod, ())))
     reason = k8s.collapse_message(message) or "the cluster gives no reason"
     fix = "" if snapshot.pods else "Its pods are gone; their logs are archived: voxlane app logs"
     return AppDiagnosis("failed", f"it failed{ago}: {reason}{restarts}", fix)
@@ -238,7 +236,8 @@ def _diagnose_problems(
     if cause.kind in ("crash", "memory", "evicted", "lost", "deadline"):
         state, still, message = "restarting", "still ", message + snapshot.format_ago(cause.time)
     rest = f"; {running} of {total} {still}run" if running else ""
-    return AppDiagnosis(state, f"{subject} {message}{rest}{restarts}", cause.fix, _get_log_lines(cause, snapshot))
+    reason = f"{subject} {message}{rest}{restarts}"
+    return AppDiagnosis(state, reason, cause.fix, tuple(snapshot.log_tails.get(cause.pod, ())))
 
 
 def _diagnose_no_pods(snapshot: AppSnapshot, workload: Object, restarts: str) -> AppDiagnosis:
@@ -273,10 +272,6 @@ def diagnose_pods(pods: list[Object], snapshot: AppSnapshot) -> list[PodProblem]
     """Return the problems of pods. The first explains the others: it is the most serious, and of these the earliest."""
     problems = [problem for pod in pods if (problem := diagnose_pod(pod, snapshot)) is not None]
     return sorted(problems, key=lambda item: (SEVERITY_ORDER.index(item.kind), item.time or "9", item.pod))
-
-
-def _get_log_lines(cause: PodProblem, snapshot: AppSnapshot) -> tuple[str, ...]:
-    return tuple(snapshot.log_tails.get(cause.pod, ())[-_LOG_LINES:])
 
 
 def _name_pod(cause: PodProblem, snapshot: AppSnapshot) -> str:

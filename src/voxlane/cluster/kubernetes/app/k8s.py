@@ -103,64 +103,64 @@ class AppSnapshot:
         return f", {self.format_age(text)} ago" if text else ""
 
 
-def name_of(thing: Object) -> str:
+def name_of(item: Object) -> str:
     """Return an object's name."""
-    return str(thing["metadata"]["name"])
+    return str(item["metadata"]["name"])
 
 
-def title_of(thing: Object) -> str:
+def title_of(item: Object) -> str:
     """Return an object's kind and name, for messages."""
-    return f"{thing['kind']} {name_of(thing)}"
+    return f"{item['kind']} {name_of(item)}"
 
 
-def uid_of(thing: Object) -> str:
+def uid_of(item: Object) -> str:
     """Return an object's uid, which differs from that of an earlier object of the same name."""
-    return str(thing["metadata"].get("uid", ""))
+    return str(item["metadata"].get("uid", ""))
 
 
-def created_at(thing: Object) -> str:
+def created_at(item: Object) -> str:
     """Return the time at which an object was created (RFC 3339); empty if unknown."""
-    return str(thing["metadata"].get("creationTimestamp") or "")
+    return str(item["metadata"].get("creationTimestamp") or "")
 
 
-def label(thing: Object, key: str) -> str:
+def label(item: Object, key: str) -> str:
     """Return a label's value; empty if it is not set."""
-    return str((thing["metadata"].get("labels") or {}).get(key, ""))
+    return str((item["metadata"].get("labels") or {}).get(key, ""))
 
 
-def annotation(thing: Object, key: str) -> str:
+def annotation(item: Object, key: str) -> str:
     """Return an annotation's value; empty if it is not set."""
-    return str((thing["metadata"].get("annotations") or {}).get(key, ""))
+    return str((item["metadata"].get("annotations") or {}).get(key, ""))
 
 
-def spec(thing: Object) -> Object:
+def spec(item: Object) -> Object:
     """Return an object's spec; {} if it has none."""
-    return thing.get("spec") or {}
+    return item.get("spec") or {}
 
 
-def status(thing: Object) -> Object:
+def status(item: Object) -> Object:
     """Return an object's status; {} if it has none."""
-    return thing.get("status") or {}
+    return item.get("status") or {}
 
 
-def condition(thing: Object, kind: str) -> Object:
+def condition(item: Object, kind: str) -> Object:
     """Return a condition of the status; {} if it is not set."""
-    return next((entry for entry in status(thing).get("conditions") or () if entry.get("type") == kind), {})
+    return next((entry for entry in status(item).get("conditions") or () if entry.get("type") == kind), {})
 
 
-def is_true(thing: Object, kind: str) -> bool:
+def is_true(item: Object, kind: str) -> bool:
     """Return whether a condition of the status is set and true."""
-    return condition(thing, kind).get("status") == "True"
+    return condition(item, kind).get("status") == "True"
 
 
-def is_owned_by(thing: Object, uid: str) -> bool:
+def is_owned_by(item: Object, uid: str) -> bool:
     """Return whether an object belongs to the object with this uid."""
-    return any(owner.get("uid") == uid for owner in thing["metadata"].get("ownerReferences") or ())
+    return any(owner.get("uid") == uid for owner in item["metadata"].get("ownerReferences") or ())
 
 
-def is_deleting(thing: Object) -> bool:
+def is_deleting(item: Object) -> bool:
     """Return whether an object is being deleted and still exists."""
-    return bool(thing["metadata"].get("deletionTimestamp"))
+    return bool(item["metadata"].get("deletionTimestamp"))
 
 
 def has_ended(pod: Object) -> bool:
@@ -173,9 +173,9 @@ def is_about(event: Object, uids: Collection[str]) -> bool:
     return str((event.get("involvedObject") or {}).get("uid")) in uids
 
 
-def list_used_datasets(thing: Object) -> list[str]:
+def list_used_datasets(item: Object) -> list[str]:
     """Return the names of the StagedDatasets that a workload or pod uses, according to its labels."""
-    labels = thing["metadata"].get("labels") or {}
+    labels = item["metadata"].get("labels") or {}
     return sorted(key.removeprefix(f"{STAGED}/") for key in labels if key.startswith(f"{STAGED}/"))
 
 

@@ -29,7 +29,7 @@ INSTALL_COMMANDS = {
     "LocalQueue": _APPLY.format("kueue"),
     "StagedDataset": "voxlane operator install",
 }
-"""Commands that install the kinds which a cluster does not have by itself."""
+"""Commands that install the kinds that a plain cluster lacks."""
 _REGISTRY_KEY = ".dockerconfigjson"
 """Key of a Secret that holds credentials for pulling images."""
 _REQUIRED_KEYS = {"s3": ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"), "az": ("AZURE_STORAGE_ACCOUNT",)}
@@ -44,7 +44,7 @@ class Finding:
     message: str
     fix: str = ""
     is_note: bool = False
-    """Whether the app can be deployed all the same."""
+    """Whether the app can be deployed anyway."""
 
     def __str__(self) -> str:
         return f"{self.message}. {self.fix}" if self.fix else self.message

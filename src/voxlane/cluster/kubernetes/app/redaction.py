@@ -22,7 +22,7 @@ _GOOGLE_SECRETS = ("private_key", "private_key_id", "client_secret", "refresh_to
 _MIN_LENGTH = 6
 """A shorter value is a word such as `true` or `none`, which would be redacted from every sentence."""
 _MIN_LINE_LENGTH = 16
-"""Each line of this length of a secret with several lines, such as a key, is redacted by itself."""
+"""Lines of at least this length in a secret of several lines, such as a key, are also redacted one by one."""
 
 
 def looks_secret(name: str) -> bool:

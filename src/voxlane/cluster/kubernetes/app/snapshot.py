@@ -18,7 +18,8 @@ from voxlane.errors import ClusterError, ForbiddenError
 _T = TypeVar("_T")
 ListingTask = Callable[[], list[Object]]
 _MAX_PARALLEL = 12
-_TAIL_LINES = 20
+_TAIL_LINES = 10
+"""Number of log lines that are shown of a crash."""
 _TAIL_TIMEOUT_S = 2.0
 _JOB_UID = "kueue.x-k8s.io/job-uid"
 
@@ -195,7 +196,7 @@ def read_log_tail(cluster: Cluster, pod: Object) -> list[str]:
         if not last.get("exitCode"):
             continue
         if last.get("message"):
-            return [line for line in str(last["message"]).splitlines() if line.strip()]
+            return [line for line in str(last["message"]).splitlines() if line.strip()][-_TAIL_LINES:]
         query = {"container": container["name"], "tailLines": _TAIL_LINES}
         if not terminated:
             query["previous"] = "true"

@@ -23,7 +23,7 @@ _TIMEOUT_S = 600.0
 _STUCK_TIMEOUT_S = 60.0
 """How long to wait for a pod that cannot run: a second attempt to pull the image may succeed."""
 _STUCK_KINDS = ("crash", "memory", "image", "config", "start", "mount")
-"""Kinds of problems that waiting alone will hardly solve."""
+"""Kinds of problems that rarely go away while one waits."""
 _PORT_ATTEMPTS = 100
 
 

@@ -80,7 +80,7 @@ def plan(objects: Sequence[Object], workloads: Sequence[Object], app: str, *, ke
     return UndeployPlan(remove, [*remaining, *(f"the run {run}" for run in runs)], hand_over)
 
 
-def apply(cluster: Cluster, app: str, undeploy_plan: UndeployPlan, *, report: Report, wait: bool = True) -> None:
+def apply(cluster: Cluster, undeploy_plan: UndeployPlan, *, report: Report, wait: bool = True) -> None:
     """Carry out a plan; with `wait`, return when all of it is gone. `report` gets a line for every object."""
     deadline = time.monotonic() + _TIMEOUT_S
     for name, other in undeploy_plan.hand_over.items():
@@ -92,16 +92,15 @@ def apply(cluster: Cluster, app: str, undeploy_plan: UndeployPlan, *, report: Re
             cluster.delete(path_of_object(item), foreground=kind in _KINDS_WITH_PODS)
         for item in objects:
             if wait:
-                _wait_until_gone(cluster, item, app, deadline, report)
+                _wait_until_gone(cluster, item, deadline, report)
             else:
                 report(f"{k8s.title_of(item)}: is being removed")
 
 
-def _wait_until_gone(cluster: Cluster, item: Object, app: str, deadline: float, report: Report) -> None:
+def _wait_until_gone(cluster: Cluster, item: Object, deadline: float, report: Report) -> None:
     """Wait until an object and its pods are gone; report a line when the reason to wait changes."""
     started, reported, has_pods = time.monotonic(), "", item["kind"] in _KINDS_WITH_PODS
-    part = k8s.label(item, k8s.PART_LABEL)
-    labels = f"{k8s.APP_LABEL}={app}" + (f",{k8s.PART_LABEL}={part}" if part else "")
+    labels = ",".join(f"{key}={k8s.label(item, key)}" for key in (k8s.APP_LABEL, k8s.PART_LABEL))
     list_pods = partial(cluster.list, path_of("v1", "Pod", cluster.namespace), labels=labels)
     pod_count = len(list_pods()) if has_pods else 0
     while True:

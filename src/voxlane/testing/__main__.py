@@ -72,7 +72,7 @@ async def _serve(arguments: argparse.Namespace) -> None:
     server.admin.injector = FaultInjector(arguments.faults)
     server.admin.access = Access(bearer_token=arguments.bearer_token, access_key_id=arguments.access_key_id)
     for bucket in arguments.bucket:
-        server.objects.create(bucket)
+        server.objects.create(bucket, exist_ok=True)
     await serve(sock, server)
     print(url, flush=True)
     if arguments.parent:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from voxlane.testing.counters import Kind
 from voxlane.testing.errors import RequestError
+from voxlane.testing.request_parsing import ApiRequest
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,27 +40,35 @@ _REQUIRED_PERMISSIONS: dict[Kind, str] = {
 }
 
 
-def check_permission(access: Access, kind: Kind) -> None:
-    """Raise 403 when a request of this kind needs a permission that is denied."""
-    permission = _REQUIRED_PERMISSIONS.get(kind)
+def check_access(access: Access, request: ApiRequest) -> None:
+    """Raise 401 or 403 unless a request has the required credentials and permissions."""
+    authorization = request.headers.get("Authorization", "")
+    # An anonymous XML request may be meant for either service. If only a token is configured, it needs the token.
+    if request.dialect == "s3" and (authorization or access.access_key_id or not access.bearer_token):
+        if access.access_key_id is not None:
+            _check_access_key(access.access_key_id, _parse_access_key_id(authorization, request))
+    elif access.bearer_token is not None and authorization != f"Bearer {access.bearer_token}":
+        message, reason = "Invalid Credentials", "authError"
+        if not authorization:
+            message, reason = "Anonymous caller does not have access", "required"
+        head = 'WWW-Authenticate: Bearer realm="https://accounts.google.com/"\r\n'
+        raise RequestError(401, "AuthenticationRequired", message, reason, head=head)
+    permission = _REQUIRED_PERMISSIONS.get(request.kind)
     if permission in access.denied_permissions:
         raise RequestError(403, "AccessDenied", f"The caller does not have {permission} access")
 
 
-def check_bearer(access: Access, authorization: str) -> None:
-    """Raise 401 unless a GCS request carries the token."""
-    if access.bearer_token is None or authorization == f"Bearer {access.bearer_token}":
-        return
-    if not authorization:
-        raise RequestError(401, "AuthenticationRequired", "Anonymous caller does not have access", "required")
-    raise RequestError(401, "AuthenticationRequired", "Invalid Credentials", "authError")
-
-
-def check_access_key(access: Access, access_key_id: str) -> None:
-    """Raise 403 unless an S3 request names the access key; "" is an anonymous request."""
-    if access.access_key_id is None or access_key_id == access.access_key_id:
-        return
+def _check_access_key(expected: str, access_key_id: str) -> None:
     if not access_key_id:
         raise RequestError(403, "AccessDenied", "Access Denied")
-    message = "The AWS Access Key Id you provided does not exist in our records."
-    raise RequestError(403, "InvalidAccessKeyId", message)
+    if access_key_id != expected:
+        message = "The AWS Access Key Id you provided does not exist in our records."
+        raise RequestError(403, "InvalidAccessKeyId", message)
+
+
+def _parse_access_key_id(authorization: str, request: ApiRequest) -> str:
+    """Return the access key id from the header or the presigned query of an S3 request; empty if anonymous."""
+    _, _, credential = authorization.partition("Credential=")
+    # boto3 still presigns with version 2, which uses another name for the key.
+    credential = credential or request.param("X-Amz-Credential")
+    return credential.partition("/")[0] or request.param("AWSAccessKeyId")

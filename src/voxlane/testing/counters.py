@@ -13,7 +13,7 @@ KINDS: tuple[Kind, ...] = get_args(Kind)
 Injected = Literal["error", "cut", "truncate", "stall", "throttle"]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Tally:
     """Requests of one kind since the last reset."""
 
@@ -22,11 +22,11 @@ class Tally:
     """Bytes of request bodies, after decoding aws-chunked."""
     bytes_out: int = 0
     """Bytes of response bodies written to the socket, including those of cut responses."""
-    statuses: Mapping[int, int] = field(default_factory=dict)
+    statuses: dict[int, int] = field(default_factory=dict)
     """Number of responses by HTTP status; a cut response counts under the status it began with."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Counters:
     """Counters since the server started or was last reset. Administrative requests are not counted.
 
@@ -35,18 +35,18 @@ class Counters:
     ``other``, and each request inside it also counts under its own kind, without bytes.
     """
 
-    get: Tally = Tally()
-    head: Tally = Tally()
-    put: Tally = Tally()
-    list: Tally = Tally()
-    delete: Tally = Tally()
-    copy: Tally = Tally()
-    compose: Tally = Tally()
-    part: Tally = Tally()
-    other: Tally = Tally()
+    get: Tally = field(default_factory=Tally)
+    head: Tally = field(default_factory=Tally)
+    put: Tally = field(default_factory=Tally)
+    list: Tally = field(default_factory=Tally)
+    delete: Tally = field(default_factory=Tally)
+    copy: Tally = field(default_factory=Tally)
+    compose: Tally = field(default_factory=Tally)
+    part: Tally = field(default_factory=Tally)
+    other: Tally = field(default_factory=Tally)
     max_concurrent: int = 0
     """Maximum number of concurrent requests."""
-    injected: Mapping[str, int] = field(default_factory=dict)
+    injected: dict[str, int] = field(default_factory=dict)
     """Number of injected faults by name: error, cut, truncate, stall, throttle."""
     cpu_s: float = 0.0
     """CPU time of the server process, user and system, in seconds."""
@@ -74,10 +74,7 @@ class Counters:
     @property
     def statuses(self) -> dict[int, int]:
         """Number of responses of all kinds by HTTP status."""
-        total: Counter[int] = Counter()
-        for kind in KINDS:
-            total.update(self.counts_of(kind).statuses)
-        return dict(total)
+        return dict(sum((Counter(self.counts_of(kind).statuses) for kind in KINDS), Counter()))
 
     def to_json(self) -> dict[str, Any]:
         """Return a form for :func:`json.dumps`."""
@@ -86,12 +83,12 @@ class Counters:
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Counters:
         """Read the form that :meth:`to_json` returns, after a round trip through JSON text."""
-        values = dict(data)
+        counters = cls(**data)
         for kind in KINDS:
-            counts = dict(values[kind])
-            counts["statuses"] = {int(status): count for status, count in counts["statuses"].items()}
-            values[kind] = Tally(**counts)
-        return cls(**values)
+            counts = Tally(**data[kind])
+            counts.statuses = {int(status): count for status, count in counts.statuses.items()}
+            setattr(counters, kind, counts)
+        return counters
 
 
 class RequestRecorder:
@@ -103,46 +100,35 @@ class RequestRecorder:
 
     def reset(self) -> None:
         """Start from zero; requests in progress still count towards ``max_concurrent``."""
-        self._requests: Counter[Kind] = Counter()
-        self._bytes_in: Counter[Kind] = Counter()
-        self._bytes_out: Counter[Kind] = Counter()
-        self._statuses: dict[Kind, Counter[int]] = {kind: Counter() for kind in KINDS}
-        self._max_concurrent = self._in_progress
-        self._injected: Counter[str] = Counter()
+        self._counters = Counters(max_concurrent=self._in_progress)
         self._cpu_start_s = time.process_time()
 
     def begin(self, kind: Kind) -> None:
         """Record the arrival of a request."""
         self._in_progress += 1
-        self._max_concurrent = max(self._max_concurrent, self._in_progress)
-        self._requests[kind] += 1
+        self._counters.max_concurrent = max(self._counters.max_concurrent, self._in_progress)
+        self._counters.counts_of(kind).requests += 1
 
     def end(self, kind: Kind, status: int, bytes_in: int, bytes_out: int) -> None:
         """Record the end of a request; ``status`` is 0 if the client disconnected before a response began."""
         self._in_progress -= 1
-        self._bytes_in[kind] += bytes_in
-        self._bytes_out[kind] += bytes_out
+        counts = self._counters.counts_of(kind)
+        counts.bytes_in += bytes_in
+        counts.bytes_out += bytes_out
         if status:
-            self._statuses[kind][status] += 1
+            counts.statuses[status] = counts.statuses.get(status, 0) + 1
 
     def record_batched(self, kind: Kind, status: int) -> None:
         """Record a request inside a batch."""
-        self._requests[kind] += 1
-        self._statuses[kind][status] += 1
+        counts = self._counters.counts_of(kind)
+        counts.requests += 1
+        counts.statuses[status] = counts.statuses.get(status, 0) + 1
 
     def inject(self, fault: Injected) -> None:
         """Record an injected fault."""
-        self._injected[fault] += 1
+        self._counters.injected[fault] = self._counters.injected.get(fault, 0) + 1
 
-    def snapshot(self) -> Counters:
-        """Return the current counters."""
-        tallies = {
-            kind: Tally(self._requests[kind], self._bytes_in[kind], self._bytes_out[kind], dict(self._statuses[kind]))
-            for kind in KINDS
-        }
-        return Counters(
-            **tallies,
-            max_concurrent=self._max_concurrent,
-            injected=dict(self._injected),
-            cpu_s=time.process_time() - self._cpu_start_s,
-        )
+    def snapshot(self) -> dict[str, Any]:
+        """Return the current counters as :meth:`Counters.to_json` does."""
+        self._counters.cpu_s = time.process_time() - self._cpu_start_s
+        return self._counters.to_json()

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from http.client import HTTPConnection
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 from urllib.parse import urlencode
 
 from voxlane.testing.access import Access
@@ -77,13 +77,15 @@ class Emulator:
                 f"The emulator needs {' and '.join(missing)}, not installed: pip install 'voxlane[testing]'"
             )
         command = [sys.executable, "-m", "voxlane.testing", "--port", str(self._requested_port)]
+        # The package must be importable even if it is not installed.
+        python_path = filter(None, [str(Path(__file__).resolve().parents[2]), os.environ.get("PYTHONPATH")])
         # A new process, not a fork: the caller may have threads and clients that do not survive one.
         self._process = subprocess.Popen(
             [*command, "--parent", str(os.getpid())],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            env=_build_environment(),
+            env=os.environ | {"PYTHONPATH": os.pathsep.join(python_path)},
         )
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
@@ -136,7 +138,7 @@ class Emulator:
 
     def create_bucket(self, bucket: str) -> None:
         """Create an empty bucket; do nothing if it exists."""
-        self._request("PUT", "bucket", {"bucket": bucket})
+        self._request("PUT", "bucket", bucket=bucket)
 
     def put(self, bucket: str, key: str, data: bytes) -> None:
         """Store one object."""
@@ -147,20 +149,20 @@ class Emulator:
         for group in _group_keys(contents):
             header = json.dumps([[key, len(contents[key])] for key in group]).encode()
             body = b"".join([header, b"\n", *map(contents.__getitem__, group)])
-            self._request("POST", "objects", {"bucket": bucket}, body)
+            self._request("POST", "objects", body, bucket=bucket)
 
     def get(self, bucket: str, key: str) -> bytes:
         """Return the content of an object; raise KeyError if it does not exist."""
-        return self._request("GET", "object", {"bucket": bucket, "key": key})
+        return self._request("GET", "object", bucket=bucket, key=key)
 
     def keys(self, bucket: str, prefix: str = "") -> list[str]:
         """Return the keys that start with ``prefix`` in UTF-8 order; raise KeyError if there is no such bucket."""
-        keys: list[str] = json.loads(self._request("GET", "objects", {"bucket": bucket, "prefix": prefix}))
+        keys: list[str] = json.loads(self._request("GET", "objects", bucket=bucket, prefix=prefix))
         return keys
 
     def delete(self, bucket: str, key: str) -> None:
         """Remove an object; raise KeyError if it does not exist."""
-        self._request("DELETE", "object", {"bucket": bucket, "key": key})
+        self._request("DELETE", "object", bucket=bucket, key=key)
 
     def fill(
         self,
@@ -181,13 +183,12 @@ class Emulator:
         ``like``: key of an object of the bucket whose content and checksums they have instead. They share its memory,
         and keep it if that object is replaced or removed; raise KeyError if it does not exist.
         """
-        options = {"bucket": bucket, "count": count, "key": key, "size_bytes": size_bytes, "first": first, "like": like}
-        count_stored: int = json.loads(self._request("POST", "fill", {}, json.dumps(options).encode()))
-        return count_stored
+        query: dict[str, Any] = {"bucket": bucket, "count": count, "key": key, "size_bytes": size_bytes, "first": first}
+        return int(self._request("POST", "fill", **query, like=like or ""))
 
     def uploads(self, bucket: str) -> list[OpenUpload]:
         """Return the open multipart uploads of a bucket, oldest first."""
-        uploads = json.loads(self._request("GET", "uploads", {"bucket": bucket}))
+        uploads = json.loads(self._request("GET", "uploads", bucket=bucket))
         for upload in uploads:
             upload["parts"] = {int(number): size for number, size in upload["parts"].items()}
         return [OpenUpload(**upload) for upload in uploads]
@@ -200,7 +201,7 @@ class Emulator:
 
     def set_faults(self, faults: Faults) -> None:
         """Replace the faults and delays for future requests; restart seeds and ``fail_next``."""
-        self._request("PUT", "faults", {}, json.dumps(asdict(faults)).encode())
+        self._request("PUT", "faults", json.dumps(asdict(faults)).encode())
 
     def faults(self) -> Faults:
         """Return the current faults and delays."""
@@ -212,7 +213,7 @@ class Emulator:
 
     def set_access(self, access: Access) -> None:
         """Replace the required credentials and denied permissions; ``Access()`` accepts every request."""
-        self._request("PUT", "access", {}, json.dumps(asdict(access), default=sorted).encode())
+        self._request("PUT", "access", json.dumps(asdict(access), default=sorted).encode())
 
     def counters(self) -> Counters:
         """Return the counters since the start or the last reset."""
@@ -222,12 +223,12 @@ class Emulator:
         """Reset all counters to zero."""
         self._request("DELETE", "counters")
 
-    def _request(self, method: str, op: str, query: Mapping[str, str] | None = None, body: bytes = b"") -> bytes:
+    def _request(self, method: str, op: str, body: bytes | None = None, **query: str | int) -> bytes:
         self._check_running()
         # A new connection per request: callers are threads and forked workers, and loopback connections are cheap.
         connection = HTTPConnection("127.0.0.1", self._port, timeout=_ADMIN_TIMEOUT_S)
         try:
-            connection.request(method, f"/_emulator/{op}?{urlencode(query or {})}", body or None)
+            connection.request(method, f"/_emulator/{op}?{urlencode(query)}", body)
             response = connection.getresponse()
             data = response.read()
         finally:
@@ -250,10 +251,3 @@ def _group_keys(contents: Mapping[str, bytes]) -> Iterator[list[str]]:
         size += len(data)
     if group:
         yield group
-
-
-def _build_environment() -> dict[str, str]:
-    """Return this process's environment, with the package importable even if it is not installed."""
-    package_root = str(Path(__file__).resolve().parents[2])
-    inherited = os.environ.get("PYTHONPATH")
-    return os.environ | {"PYTHONPATH": os.pathsep.join([package_root, inherited] if inherited else [package_root])}

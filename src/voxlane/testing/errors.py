@@ -26,19 +26,17 @@ class RequestError(Exception):
     """Raised for a request that gets an error response.
 
     ``code`` is its name in the XML dialects (``NoSuchKey``), ``reason`` its name in JSON (``notFound``), by default the
-    usual one of the status. A response with ``status`` 304 has no body. ``object_size`` is set if a range is outside
-    the object.
+    usual one of the status. ``head`` contains additional header lines of the response, each ending in CRLF. A response
+    with ``status`` 304 has no body.
     """
 
-    def __init__(
-        self, status: int, code: str, message: str, reason: str = "", *, object_size: int | None = None
-    ) -> None:
+    def __init__(self, status: int, code: str, message: str, reason: str = "", *, head: str = "") -> None:
         super().__init__(message)
         self.status = status
         self.code = code
         self.message = message
         self.reason = reason or _REASONS.get(status, "backendError")
-        self.object_size = object_size
+        self.head = head
 
 
 def no_such_upload(upload_id: str) -> RequestError:
@@ -60,7 +58,7 @@ def invalid(message: str, code: str = "InvalidArgument") -> RequestError:
 def unsatisfiable(size: int) -> RequestError:
     """Return the error for a range outside an object."""
     message = f"The requested range is outside the object of {size} bytes"
-    return RequestError(416, "InvalidRange", message, object_size=size)
+    return RequestError(416, "InvalidRange", message, head=f"Content-Range: bytes */{size}\r\n")
 
 
 def throttled(dialect: str) -> RequestError:

@@ -21,15 +21,6 @@ Clock = Callable[[], float]
 """Function that returns the seconds of a monotonic clock."""
 
 _RATES = ("error_rate", "cut_rate", "truncate_rate", "stall_rate")
-_AMOUNTS = (
-    "latency_s",
-    "jitter_s",
-    "bandwidth_bytes_per_s",
-    "total_bandwidth_bytes_per_s",
-    "requests_per_s",
-    "fail_next",
-    "stall_s",
-)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -83,7 +74,7 @@ class Faults:
                 raise ValueError(f"Faults.{name} is {getattr(self, name)!r}: give a probability from 0 to 1")
         if sum(getattr(self, name) for name in _RATES) > 1.0 + 1e-9:
             raise ValueError(f"Faults: {' + '.join(_RATES)} exceeds 1; one request meets at most one fault")
-        for name in _AMOUNTS:
+        for name in ("fail_next", *(name for name in self.__slots__ if name.endswith("_s"))):
             if not 0 <= getattr(self, name) < math.inf:
                 raise ValueError(f"Faults.{name} is {getattr(self, name)!r}: give zero or more")
         if unknown := set(self.kinds) - set(KINDS):

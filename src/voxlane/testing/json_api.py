@@ -6,7 +6,7 @@ import hashlib
 import json
 import re
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import quote
@@ -15,18 +15,16 @@ from voxlane.testing import errors
 from voxlane.testing.access import Access
 from voxlane.testing.bodies import Blob, Joined
 from voxlane.testing.errors import RequestError
-from voxlane.testing.json_objects import ResourceRenderer, parse_fields
 from voxlane.testing.listing import decode_token, encode_token, plan_page
 from voxlane.testing.multipart import split_multipart
-from voxlane.testing.objects import Bucket, ObjectStore, Preconditions, StoredObject
+from voxlane.testing.objects import Bucket, ObjectStore, Preconditions, StoredObject, SyntheticFill
 from voxlane.testing.request_parsing import ApiRequest, parse_number
 from voxlane.testing.responses import (
     OBJECT_FIELDS,
     Handler,
     Response,
     build_content_response,
-    format_headers,
-    format_http_date,
+    build_object_headers,
     format_iso_date,
 )
 
@@ -34,6 +32,10 @@ _JSON_HEAD = "Content-Type: application/json; charset=UTF-8\r\n"
 _MAX_RESULTS = 1000
 _MAX_SOURCES = 32
 _CONTENT_RANGE = re.compile(r"bytes (?:(\d+)-(\d+)|\*)/(\d+|\*)$")
+_UNSAFE = re.compile("[^A-Za-z0-9_.~/-]")
+# Placeholders for a name in a template. The first cannot be in JSON text, where control characters are escaped;
+# the second cannot be in a quoted name or anywhere else in a resource.
+_NAME, _NAME_ESCAPED, _QUOTED = "\x00", "\\u0000", "<quoted>"
 
 
 def build_json_response(value: object, status: int = 200, head: str = "") -> Response:
@@ -41,16 +43,11 @@ def build_json_response(value: object, status: int = 200, head: str = "") -> Res
     return Response(status, _JSON_HEAD + head, [json.dumps(value, ensure_ascii=False).encode()])
 
 
-def build_error_response(error: RequestError, request: ApiRequest) -> Response:
+def build_error_response(error: RequestError) -> Response:
     """Build the response to a failed request."""
-    if error.status == 304:
-        return Response(304)
-    head = ""
-    if error.object_size is not None:
-        head = f"Content-Range: bytes */{error.object_size}\r\n"
     detail = {"message": error.message, "domain": "global", "reason": error.reason}
     content = {"code": error.status, "message": error.message, "errors": [detail]}
-    return build_json_response({"error": content}, error.status, head)
+    return build_json_response({"error": content}, error.status, error.head)
 
 
 @dataclass(slots=True)
@@ -72,7 +69,6 @@ class JsonApi:
         self.access = Access()
         self._objects = objects
         self._base_url = base_url
-        self._renderer = ResourceRenderer(base_url)
         self._resumables: dict[str, _JsonUpload] = {}
 
     def handle(self, request: ApiRequest) -> Response:
@@ -86,7 +82,7 @@ class JsonApi:
 
     def _do_object_media(self, request: ApiRequest) -> Response:
         stored = self._find_readable(request)
-        return build_content_response(stored.body, _build_media_headers(stored), request.headers.get("Range"))
+        return build_content_response(stored.body, build_object_headers(stored, "json"), request.headers.get("Range"))
 
     def _do_object_get(self, request: ApiRequest) -> Response:
         return self._build_resource_response(request, self._find_readable(request))
@@ -100,21 +96,16 @@ class JsonApi:
     def _do_object_list(self, request: ApiRequest) -> Response:
         bucket = self._objects.require(request.bucket)
         start, token = request.param("startOffset"), request.param("pageToken")
-        if token:
-            try:
-                start = decode_token(token)
-            except ValueError:
-                raise errors.invalid(f"Invalid pageToken: {token}") from None
         limit = request.number("maxResults")
         page = plan_page(
             bucket.keys(),
             prefix=request.param("prefix"),
             delimiter=request.param("delimiter"),
-            start=start,
+            start=decode_token(token) if token else start,
             end=request.param("endOffset") or None,
             limit=_MAX_RESULTS if not limit else min(limit, _MAX_RESULTS),
         )
-        top, item_fields = parse_fields(request.param("fields"))
+        top, item_fields = _parse_fields(request.param("fields"))
         members = ['"kind":"storage#objects"'] if top is None or "kind" in top else []
         if page.resume is not None and (top is None or "nextPageToken" in top):
             members.append(f'"nextPageToken":"{encode_token(page.resume)}"')
@@ -122,7 +113,7 @@ class JsonApi:
             members.append(f'"prefixes":{json.dumps(page.prefixes, ensure_ascii=False)}')
         if not page.keys or (top is not None and "items" not in top):
             return Response(200, _JSON_HEAD, [f"{{{','.join(members)}}}".encode()])
-        items = ",".join(self._renderer.items(bucket, page.keys, item_fields)).encode()
+        items = ",".join(self._render_items(bucket, page.keys, item_fields)).encode()
         # In pieces, because a page has almost a megabyte, and every join would copy it.
         opening = f'{{{",".join([*members, ""])}"items":['
         return Response(200, _JSON_HEAD, [opening.encode(), items, b"]}"])
@@ -132,14 +123,14 @@ class JsonApi:
     def _do_object_delete(self, request: ApiRequest) -> Response:
         bucket = self._objects.require(request.bucket)
         stored = bucket.require(request.key, request.number("generation"))
-        self._check_write(request, stored)
+        _check_write(request, stored)
         bucket.remove(request.key)
         return Response(204)
 
     def _do_object_patch(self, request: ApiRequest) -> Response:
         bucket = self._objects.require(request.bucket)
         stored = bucket.require(request.key, request.number("generation"))
-        self._check_write(request, stored)
+        _check_write(request, stored)
         resource = _parse_body(request.body)
         if request.op == "object_update":
             stored.headers, stored.metadata = {}, {}
@@ -155,7 +146,7 @@ class JsonApi:
     def _do_rewrite(self, request: ApiRequest) -> Response:
         stored = self._copy_object(request)
         size = str(stored.body.size)
-        resource = json.loads(self._renderer.resource(request.other_bucket, stored))
+        resource = json.loads(self._render(request.other_bucket, stored))
         return build_json_response(
             {
                 "kind": "storage#rewriteResponse",
@@ -168,7 +159,7 @@ class JsonApi:
 
     def _do_copy(self, request: ApiRequest) -> Response:
         stored = self._copy_object(request)
-        return Response(200, _JSON_HEAD, [self._renderer.resource(request.other_bucket, stored).encode()])
+        return Response(200, _JSON_HEAD, [self._render(request.other_bucket, stored).encode()])
 
     def _copy_object(self, request: ApiRequest) -> StoredObject:
         source = self._objects.require(request.bucket).require(request.key, request.number("sourceGeneration"))
@@ -177,7 +168,7 @@ class JsonApi:
             metageneration=request.number("ifSourceMetagenerationMatch"),
         ).check_read(source, "")
         bucket = self._objects.require(request.other_bucket)
-        self._check_write(request, bucket.find(request.other_key))
+        _check_write(request, bucket.find(request.other_key))
         stored = source.copy(request.other_key, self._objects.next_generation(), etag="")
         _set_metadata(stored, _parse_body(request.body))
         bucket.put(stored)
@@ -196,7 +187,7 @@ class JsonApi:
             match = (ref.get("objectPreconditions") or {}).get("ifGenerationMatch")
             Preconditions(generation=_parse_json_number(match)).check_read(source, "")
             sources.append(source)
-        self._check_write(request, bucket.find(request.key))
+        _check_write(request, bucket.find(request.key))
         stored = StoredObject(
             request.key,
             Joined(source.body for source in sources),
@@ -282,7 +273,7 @@ class JsonApi:
         _check_checksums(upload.resource, stored)
         _set_metadata(stored, upload.resource)
         bucket.put(stored)
-        return Response(200, _JSON_HEAD, [self._renderer.resource(upload.bucket, stored).encode()])
+        return Response(200, _JSON_HEAD, [self._render(upload.bucket, stored).encode()])
 
     # Buckets
 
@@ -290,9 +281,6 @@ class JsonApi:
         name = str(_parse_body(request.body).get("name", ""))
         if not name:
             raise errors.invalid("Required parameter: name")
-        if name in self._objects.buckets:
-            message = "Your previous request to create the named bucket succeeded and you already own it."
-            raise RequestError(409, "BucketAlreadyOwnedByYou", message)
         return build_json_response(self._bucket_resource(self._objects.create(name)))
 
     def _do_bucket_get(self, request: ApiRequest) -> Response:
@@ -310,9 +298,7 @@ class JsonApi:
         return build_json_response({"kind": "storage#buckets"} | ({"items": buckets} if buckets else {}))
 
     def _do_bucket_delete(self, request: ApiRequest) -> Response:
-        if len(self._objects.require(request.bucket)):
-            raise RequestError(409, "BucketNotEmpty", "The bucket you tried to delete is not empty.")
-        del self._objects.buckets[request.bucket]
+        self._objects.delete(request.bucket)
         return Response(204)
 
     def _do_test_permissions(self, request: ApiRequest) -> Response:
@@ -354,16 +340,109 @@ class JsonApi:
 
     def _build_resource_response(self, request: ApiRequest, stored: StoredObject) -> Response:
         head = f"{_JSON_HEAD}ETag: {stored.json_etag}\r\n"
-        return Response(200, head, [self._renderer.resource(request.bucket, stored).encode()])
+        return Response(200, head, [self._render(request.bucket, stored).encode()])
 
-    def _check_write(self, request: ApiRequest, stored: StoredObject | None) -> None:
-        etag = stored.json_etag if stored else ""
-        _parse_preconditions(request).check_write(stored, etag)
+    # Object resources, rendered quickly: a page of a listing has a thousand of them
+
+    def _render(self, bucket: str, stored: StoredObject, fields: Collection[str] | None = None) -> str:
+        """Return the resource of an object as JSON text, cached in the object."""
+        cache_key = f"json {bucket} {fields}"
+        rendered = stored.rendered.get(cache_key)
+        if rendered is None:
+            members = self._build_members(bucket, stored, fields)
+            rendered = stored.rendered[cache_key] = json.dumps(members, ensure_ascii=False)
+        return rendered
+
+    def _render_items(self, bucket: Bucket, keys: Sequence[str], fields: Collection[str] | None) -> Iterable[str]:
+        """Return the resources of a page of keys, restricted to ``fields`` unless that is None."""
+        templates: dict[SyntheticFill, list[str]] = {}
+        # Checked once per page, because hardly any page needs escaping.
+        plain = not _UNSAFE.search("".join(keys))
+        rows: list[str] = []
+        for key in keys:
+            entry = bucket.entry(key)
+            if isinstance(entry, StoredObject):
+                rows.append(self._render(bucket.name, entry, fields))
+                continue
+            template = templates.get(entry)
+            if template is None:
+                template = templates[entry] = self._render_template(bucket.name, entry, fields)
+            name = key if plain else json.dumps(key, ensure_ascii=False)[1:-1]
+            quoted = key.replace("/", "%2F") if plain else quote(key, safe="")
+            rows.append(quoted.join(template).replace(_NAME, name))
+        return rows
+
+    def _render_template(self, bucket: str, fill: SyntheticFill, fields: Collection[str] | None) -> list[str]:
+        """Return the resource of a fill, split where the quoted name belongs; ``_NAME`` marks the plain name."""
+        members = self._build_members(bucket, fill.stored("k"), fields, name=_NAME, quoted=_QUOTED)
+        return json.dumps(members).replace(_NAME_ESCAPED, _NAME).split(_QUOTED)
+
+    def _build_members(
+        self, bucket: str, stored: StoredObject, fields: Collection[str] | None, name: str = "", quoted: str = ""
+    ) -> dict[str, Any]:
+        name = name or stored.key
+        quoted = quoted or quote(stored.key, safe="")
+        path = f"storage/v1/b/{quote(bucket, safe='')}/o/{quoted}"
+        created, updated = format_iso_date(stored.created_s), format_iso_date(stored.updated_s)
+        members: dict[str, Any] = {
+            "kind": "storage#object",
+            "id": f"{bucket}/{name}/{stored.generation}",
+            "selfLink": f"{self._base_url}/{path}",
+            "mediaLink": f"{self._base_url}/download/{path}?generation={stored.generation}&alt=media",
+            "name": name,
+            "bucket": bucket,
+            "generation": str(stored.generation),
+            "metageneration": str(stored.metageneration),
+            "contentType": stored.content_type,
+            "storageClass": "STANDARD",
+            "size": str(stored.body.size),
+            "etag": stored.json_etag,
+            "timeCreated": created,
+            "updated": updated,
+            "timeStorageClassUpdated": created,
+            "timeFinalized": created,
+        }
+        for algorithm, value in stored.hashes().items():
+            members["md5Hash" if algorithm == "md5" else algorithm] = value
+        if stored.component_count is not None:
+            members["componentCount"] = stored.component_count
+        if stored.metadata:
+            members["metadata"] = stored.metadata
+        for field_name, header in OBJECT_FIELDS.items():
+            if header in stored.headers:
+                members[field_name] = stored.headers[header]
+        return members if fields is None else {key: value for key, value in members.items() if key in fields}
+
+
+def _check_write(request: ApiRequest, stored: StoredObject | None) -> None:
+    _parse_preconditions(request).check_write(stored, stored.json_etag if stored else "")
+
+
+# Parsing requests
 
 
 def _parse_json_number(value: str | int | None) -> int | None:
     """Parse a number of a JSON document, which clients write as a string, a number or null."""
     return None if value is None else parse_number(str(value))
+
+
+def _parse_fields(fields: str) -> tuple[set[str] | None, tuple[str, ...] | None]:
+    """Parse the ``fields`` parameter of a listing into (members of the page, members of each item).
+
+    None means all. Understands ``items(name,size),nextPageToken`` and ``items/name``; like the service, a
+    listing whose fields leave out nextPageToken gets none.
+    """
+    if not fields or "*" in fields:
+        return None, None
+    top: set[str] = set()
+    items: list[str] = []
+    for name, group in re.findall(r"([A-Za-z0-9_/]+)(?:\(([^()]*)\))?", fields):
+        head, _, tail = name.partition("/")
+        top.add(head)
+        if head == "items":
+            items.extend(field.strip() for field in group.split(",") if field.strip())
+            items.extend([tail] if tail else [])
+    return top, tuple(items) or None
 
 
 def _parse_preconditions(request: ApiRequest) -> Preconditions:
@@ -415,19 +494,3 @@ def _check_checksums(resource: Mapping[str, Any], stored: StoredObject) -> None:
         declared = resource.get(name)
         if declared is not None and declared != actual:
             raise errors.invalid(f'Provided {name} "{declared}" doesn\'t match calculated {name} "{actual}".')
-
-
-def _build_media_headers(stored: StoredObject) -> str:
-    headers = stored.rendered.get("json head")
-    if headers is None:
-        hashes = [f"{name}={value}" for name, value in stored.hashes().items()]
-        headers = stored.rendered["json head"] = (
-            f"ETag: {stored.json_etag}\r\n"
-            f"Last-Modified: {format_http_date(int(stored.updated_s))}\r\nAccept-Ranges: bytes\r\n"
-            + format_headers({"Content-Type": stored.content_type} | stored.headers)
-            + format_headers(stored.metadata, "X-Goog-Meta-")
-            + f"X-Goog-Generation: {stored.generation}\r\nX-Goog-Metageneration: {stored.metageneration}\r\n"
-            + f"X-Goog-Stored-Content-Length: {stored.body.size}\r\nX-Goog-Storage-Class: STANDARD\r\n"
-            + (f"X-Goog-Hash: {','.join(hashes)}\r\n" if hashes else "")
-        )
-    return headers

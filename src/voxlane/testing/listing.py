@@ -10,6 +10,8 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from voxlane.testing import errors
+
 
 class Page(NamedTuple):
     """Keys and common prefixes of one page, each in ascending order."""
@@ -80,5 +82,8 @@ def encode_token(start: str) -> str:
 
 
 def decode_token(token: str) -> str:
-    """Return the start in a page token; raise ValueError for an invalid token."""
-    return base64.b64decode(token, altchars=b"-_", validate=True).decode("utf-8", "surrogatepass")
+    """Return the start in a page token; raise 400 for an invalid token."""
+    try:
+        return base64.b64decode(token, altchars=b"-_", validate=True).decode("utf-8", "surrogatepass")
+    except ValueError:
+        raise errors.invalid(f"The continuation token provided is incorrect: {token}") from None

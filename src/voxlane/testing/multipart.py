@@ -6,10 +6,10 @@ import re
 from collections.abc import Iterator
 from email.message import Message
 from itertools import pairwise
-from typing import NamedTuple
 from urllib.parse import urlsplit
 
 from voxlane.testing import errors
+from voxlane.testing.request_parsing import ApiRequest, parse_request
 from voxlane.testing.responses import Response
 
 _BATCH_BOUNDARY = "batch_emulator"
@@ -55,45 +55,27 @@ def _find_boundaries(body: bytes, marker: bytes) -> Iterator[tuple[int, int]]:
 def split_headers(block: bytes) -> tuple[dict[str, str], bytes]:
     """Split a block into headers and the content after the blank line."""
     match = re.search(rb"^\r?\n|\r?\n\r?\n", block)
-    if match is None:
-        return _parse_headers(block), b""
-    return _parse_headers(block[: match.start()]), block[match.end() :]
+    head, content = (block[: match.start()], block[match.end() :]) if match else (block, b"")
+    lines = (line.partition(":") for line in head.decode("utf-8", "replace").splitlines())
+    return {name.strip().lower(): value.strip() for name, colon, value in lines if colon}, content
 
 
-def _parse_headers(block: bytes) -> dict[str, str]:
-    headers: dict[str, str] = {}
-    for line in block.decode("utf-8", "replace").splitlines():
-        name, colon, value = line.partition(":")
-        if colon:
-            headers[name.strip().lower()] = value.strip()
-    return headers
-
-
-class BatchedRequest(NamedTuple):
-    """A request inside a batch."""
-
-    content_id: str
-    method: str
-    target: str
-    """Path and query, without the host."""
-    headers: dict[str, str]
-    body: bytes
-
-
-def split_batch(body: bytes, content_type: str) -> list[BatchedRequest]:
-    """Split a batch into its requests."""
-    requests: list[BatchedRequest] = []
-    for outer, content in split_multipart(body, content_type):
+def split_batch(batch: ApiRequest) -> list[tuple[str, ApiRequest]]:
+    """Split a batch into its requests with their content ids; they have the credentials of the batch by default."""
+    requests: list[tuple[str, ApiRequest]] = []
+    for outer, content in split_multipart(batch.body, batch.headers.get("Content-Type", "")):
         request_line, _, rest = content.lstrip(b"\r\n").partition(b"\n")
         parts = request_line.decode("utf-8", "replace").split()
         if len(parts) < 2:
             raise errors.invalid("A batch part has no request line")
         url = urlsplit(parts[1])
         target = url.path + (f"?{url.query}" if url.query else "")
-        headers, content_body = split_headers(rest)
-        requests.append(
-            BatchedRequest(outer.get("content-id", ""), parts[0].upper(), target, headers, content_body.rstrip(b"\r\n"))
-        )
+        headers, body = split_headers(rest)
+        default_headers = {"Authorization": batch.headers.get("Authorization", "")}
+        titled_headers = {name.title(): value for name, value in headers.items()}
+        request = parse_request(parts[0].upper(), target, default_headers | titled_headers)
+        request.body = body.rstrip(b"\r\n")
+        requests.append((outer.get("content-id", ""), request))
     return requests
 
 

@@ -100,6 +100,8 @@ class SyntheticFill:
     generation: int
     like: StoredObject | None = None
     """Object whose content they share; None if each has its own synthetic content."""
+    rendered: dict[str, str] = field(default_factory=dict)
+    """Cache of texts that the dialects render for listings."""
 
     def etag(self, key: str) -> str:
         """Return the MD5 for empty objects, otherwise an opaque tag, because an MD5 would need the body."""
@@ -220,11 +222,18 @@ class ObjectStore:
             raise errors.RequestError(404, "NoSuchBucket", f"The specified bucket does not exist: {bucket}")
         return self.buckets[bucket]
 
-    def create(self, bucket: str) -> Bucket:
-        """Return a bucket, and create it if it does not exist."""
-        if bucket not in self.buckets:
-            self.buckets[bucket] = Bucket(bucket, time.time())
-        return self.buckets[bucket]
+    def create(self, bucket: str, *, exist_ok: bool = False) -> Bucket:
+        """Create and return a bucket. If it exists, return it with ``exist_ok``, else raise BucketAlreadyOwnedByYou."""
+        if bucket in self.buckets and not exist_ok:
+            message = "Your previous request to create the named bucket succeeded and you already own it."
+            raise errors.RequestError(409, "BucketAlreadyOwnedByYou", message)
+        return self.buckets.setdefault(bucket, Bucket(bucket, time.time()))
+
+    def delete(self, bucket: str) -> None:
+        """Remove a bucket; raise BucketNotEmpty if it has objects."""
+        if len(self.require(bucket)):
+            raise errors.RequestError(409, "BucketNotEmpty", "The bucket you tried to delete is not empty.")
+        del self.buckets[bucket]
 
     def next_generation(self) -> int:
         """Return a unique generation: microseconds since 1970, as in GCS."""

@@ -12,6 +12,7 @@ from typing import Any
 
 from voxlane.testing import errors
 from voxlane.testing.bodies import Body
+from voxlane.testing.objects import StoredObject
 
 Chunk = bytes | memoryview
 
@@ -23,6 +24,8 @@ OBJECT_FIELDS = {
     "cacheControl": "Cache-Control",
 }
 """Headers that belong to an object, by their names in the JSON API."""
+METADATA_PREFIXES = {"s3": "x-amz-meta-", "gcs": "x-goog-meta-", "json": "x-goog-meta-"}
+"""Prefixes of the headers with an object's user metadata, by dialect."""
 _STATUS_LINES = {status.value: f"HTTP/1.1 {status.value} {status.phrase}\r\n" for status in HTTPStatus}
 _RANGE = re.compile(r"\s*bytes\s*=\s*(\d*)\s*-\s*(\d*)\s*$")
 
@@ -85,9 +88,34 @@ def parse_http_date(header: str | None) -> float | None:
         return None
 
 
-def format_headers(headers: Mapping[str, str], prefix: str = "") -> str:
-    """Encode headers."""
-    return "".join(f"{prefix}{name}: {value}\r\n" for name, value in headers.items())
+def build_object_headers(stored: StoredObject, dialect: str) -> str:
+    """Return the headers that describe an object to its readers."""
+    headers = stored.rendered.get(dialect + " head")
+    if headers is None:
+        lines = [
+            f"ETag: {stored.json_etag if dialect == 'json' else stored.etag}",
+            f"Last-Modified: {format_http_date(int(stored.updated_s))}\r\nAccept-Ranges: bytes",
+            *(f"{name}: {value}" for name, value in ({"Content-Type": stored.content_type} | stored.headers).items()),
+            *(f"{METADATA_PREFIXES[dialect]}{name}: {value}" for name, value in stored.metadata.items()),
+            build_version_headers(stored, dialect),
+        ]
+        headers = stored.rendered[dialect + " head"] = "\r\n".join(lines)
+    return headers
+
+
+def build_version_headers(stored: StoredObject, dialect: str) -> str:
+    """Return the headers that identify the version of an object."""
+    if dialect == "s3":
+        return "x-amz-request-id: EMULATOR\r\n"
+    lines = [
+        f"x-goog-generation: {stored.generation}\r\nx-goog-metageneration: {stored.metageneration}\r\n",
+        f"x-goog-stored-content-length: {stored.body.size}\r\nx-goog-storage-class: STANDARD\r\n",
+    ]
+    if hashes := [f"{name}={value}" for name, value in stored.hashes().items()]:
+        lines.append(f"x-goog-hash: {','.join(hashes)}\r\n")
+    if stored.component_count is not None:
+        lines.append(f"x-goog-component-count: {stored.component_count}\r\n")
+    return "".join(lines)
 
 
 def parse_range(header: str | None, size: int) -> tuple[int, int] | None:

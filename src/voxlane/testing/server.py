@@ -17,7 +17,7 @@ from aiohttp import web
 from aiohttp.abc import AbstractStreamWriter
 
 from voxlane.testing import errors, json_api, xml_api
-from voxlane.testing.access import check_access_key, check_bearer, check_permission
+from voxlane.testing.access import check_access
 from voxlane.testing.admin import Admin
 from voxlane.testing.counters import RequestRecorder
 from voxlane.testing.errors import RequestError
@@ -80,7 +80,7 @@ class ServerResponse(web.StreamResponse):
         if decision.cut or (decision.truncate and size):
             self._recorder.inject("cut" if decision.cut else "truncate")
             # Half of the body, or nothing of a response without one, so that the client does not learn the result.
-            await self._send_paced(transport, [head, *_first_bytes(chunks, size // 2)] if size else [])
+            await self._send_paced(transport, [head, b"".join(chunks)[: size // 2]] if size else [])
             self.bytes_out = size // 2
             self._keep_connection = False
             if decision.cut:
@@ -141,16 +141,6 @@ def _split_chunks(chunks: Sequence[Chunk]) -> Iterator[Chunk]:
     for chunk in chunks:
         for start in range(0, len(chunk), _PACED_CHUNK_BYTES):
             yield chunk[start : start + _PACED_CHUNK_BYTES]
-
-
-def _first_bytes(chunks: Sequence[Chunk], count: int) -> list[Chunk]:
-    first: list[Chunk] = []
-    for chunk in chunks:
-        if count <= 0:
-            break
-        first.append(chunk[:count])
-        count -= len(chunk)
-    return first
 
 
 class EmulatorServer:
@@ -222,7 +212,8 @@ class EmulatorServer:
     def respond(self, api_request: ApiRequest) -> Response:
         """Check credentials and permissions, and execute the request."""
         try:
-            self._check_access(api_request)
+            self._json.access = self.admin.access
+            check_access(self.admin.access, api_request)
             if api_request.op == "batch":
                 return self._batch(api_request)
             return self._json.handle(api_request) if api_request.dialect == "json" else self._xml.handle(api_request)
@@ -231,41 +222,26 @@ class EmulatorServer:
 
     def _batch(self, api_request: ApiRequest) -> Response:
         responses: list[tuple[str, Response]] = []
-        for batched in split_batch(api_request.body, api_request.headers.get("Content-Type", "")):
-            headers = {"Authorization": api_request.headers.get("Authorization", "")}
-            headers |= {name.title(): value for name, value in batched.headers.items()}
-            parsed = parse_request(batched.method, batched.target, headers)
-            parsed.body = batched.body
-            response = self.respond(parsed)
-            self.recorder.record_batched(parsed.kind, response.status)
-            responses.append((batched.content_id, response))
+        for content_id, batched in split_batch(api_request):
+            response = self.respond(batched)
+            self.recorder.record_batched(batched.kind, response.status)
+            responses.append((content_id, response))
         return build_batch_response(responses)
 
-    def _check_access(self, api_request: ApiRequest) -> None:
-        access = self.admin.access
-        self._json.access = access
-        authorization = api_request.headers.get("Authorization", "")
-        if api_request.dialect == "s3" and not (access.bearer_token and not access.access_key_id and not authorization):
-            check_access_key(access, _access_key_id(authorization, api_request))
-        else:
-            # Also for an anonymous XML request if only a token is configured: it may be meant for either service,
-            # and must not be accepted without credentials.
-            check_bearer(access, authorization)
-        if access.denied_permissions:
-            check_permission(access, api_request.kind)
-
     def _build_error_response(self, api_request: ApiRequest, error: RequestError) -> Response:
-        if api_request.dialect == "json":
-            return json_api.build_error_response(error, api_request)
+        if error.status == 304:
+            return Response(304)
+        if api_request.dialect in ("json", "admin"):
+            return json_api.build_error_response(error)
         return xml_api.build_error_response(error, api_request)
 
     def _handle_admin(self, api_request: ApiRequest) -> Response:
         try:
             return self.admin.handle(api_request)
         except RequestError as error:
-            return json_api.build_error_response(error, api_request)
+            return self._build_error_response(api_request, error)
         except (ValueError, KeyError, TypeError, IndexError) as error:
-            return json_api.build_error_response(errors.invalid(f"{type(error).__name__}: {error}"), api_request)
+            return self._build_error_response(api_request, errors.invalid(f"{type(error).__name__}: {error}"))
 
 
 async def _read_body(request: web.BaseRequest) -> bytes:
@@ -282,14 +258,6 @@ async def _read_body(request: web.BaseRequest) -> bytes:
     if framed or "aws-chunked" in headers.get("Content-Encoding", ""):
         return decode_aws_chunked(body)
     return body
-
-
-def _access_key_id(authorization: str, api_request: ApiRequest) -> str:
-    """Return the access key id from the header or the presigned query of an S3 request; empty if anonymous."""
-    _, _, credential = authorization.partition("Credential=")
-    # boto3 still presigns with version 2, which uses another name for the key.
-    credential = credential or api_request.param("X-Amz-Credential")
-    return credential.partition("/")[0] or api_request.param("AWSAccessKeyId")
 
 
 async def serve(sock: socket.socket, emulator: EmulatorServer) -> asyncio.Server:

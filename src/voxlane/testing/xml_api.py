@@ -29,11 +29,12 @@ from voxlane.testing.objects import (
 )
 from voxlane.testing.request_parsing import ApiRequest, parse_number
 from voxlane.testing.responses import (
+    METADATA_PREFIXES,
     Handler,
     Response,
     build_content_response,
-    format_headers,
-    format_http_date,
+    build_object_headers,
+    build_version_headers,
     format_iso_date,
     parse_http_date,
     parse_range,
@@ -41,7 +42,6 @@ from voxlane.testing.responses import (
 )
 
 _NAMESPACE = {"s3": "http://s3.amazonaws.com/doc/2006-03-01/", "gcs": "http://doc.s3.amazonaws.com/2006-03-01"}
-_METADATA_PREFIXES = {"s3": "x-amz-meta-", "gcs": "x-goog-meta-"}
 _XML_HEAD = "Content-Type: application/xml\r\n"
 _UNSAFE_IN_XML = re.compile("[&<>\\x00-\\x1f\\x7f]")
 _UNSAFE_IN_URL = re.compile("[^A-Za-z0-9_.~/-]")
@@ -57,17 +57,10 @@ def build_xml_response(root: str, content: str, dialect: str = "s3", status: int
 
 def build_error_response(error: RequestError, request: ApiRequest) -> Response:
     """Build the response to a failed request."""
-    head = ""
-    if error.object_size is not None:
-        head = f"Content-Range: bytes */{error.object_size}\r\n"
-    if error.status == 304:
-        return Response(304, head)
-    if error.status == 401:
-        head = 'WWW-Authenticate: Bearer realm="https://accounts.google.com/"\r\n'
     resource = f"/{request.bucket}/{request.key}" if request.bucket else "/"
     content = _elements(Code=error.code, Message=error.message, Resource=resource, RequestId="EMULATOR")
     text = f'<?xml version="1.0" encoding="UTF-8"?>\n<Error>{content}</Error>'.encode()
-    return Response(error.status, _XML_HEAD + head, [] if request.method == "HEAD" else [text])
+    return Response(error.status, _XML_HEAD + error.head, [] if request.method == "HEAD" else [text])
 
 
 def _escape(value: str) -> str:
@@ -78,8 +71,8 @@ def _escape(value: str) -> str:
 
 
 def _elements(**texts: object) -> str:
-    """Return an element for each name, with its text."""
-    return "".join(f"<{name}>{_escape(str(text))}</{name}>" for name, text in texts.items())
+    """Return an element for each name, with its text; None omits an element."""
+    return "".join(f"<{name}>{_escape(str(text))}</{name}>" for name, text in texts.items() if text is not None)
 
 
 class XmlApi:
@@ -99,12 +92,12 @@ class XmlApi:
 
     def _do_get(self, request: ApiRequest) -> Response:
         stored = self._find_readable(request)
-        head = _build_object_headers(stored, request.dialect)
+        head = build_object_headers(stored, request.dialect)
         return build_content_response(stored.body, head, request.headers.get("Range"))
 
     def _do_head(self, request: ApiRequest) -> Response:
         stored = self._find_readable(request)
-        return Response(200, _build_object_headers(stored, request.dialect), length=stored.body.size)
+        return Response(200, build_object_headers(stored, request.dialect), length=stored.body.size)
 
     def _find_readable(self, request: ApiRequest) -> StoredObject:
         stored = self._objects.require(request.bucket).require(request.key, request.param("generation"))
@@ -174,7 +167,7 @@ class XmlApi:
             if bucket.find(key) is not None:
                 bucket.remove(key)
             if not quiet:
-                rows.append(f"<Deleted><Key>{_escape(key)}</Key></Deleted>")
+                rows.append(f"<Deleted>{_elements(Key=key)}</Deleted>")
         return build_xml_response("DeleteResult", "".join(rows), request.dialect)
 
     # Listings
@@ -188,27 +181,24 @@ class XmlApi:
         limit = _parse_limit(request, "max-keys")
         page = plan_page(bucket.keys(), prefix=prefix, delimiter=delimiter, start=start, end=None, limit=limit)
         encoded = request.param("encoding-type") == "url"
-        encode = quote if encoded else _escape
-        head = [
-            f"<Name>{_escape(request.bucket)}</Name><Prefix>{encode(prefix)}</Prefix><MaxKeys>{limit}</MaxKeys>",
-            f"<Delimiter>{encode(delimiter)}</Delimiter>" if delimiter else "",
-            "<EncodingType>url</EncodingType>" if encoded else "",
-            f"<IsTruncated>{'false' if page.resume is None else 'true'}</IsTruncated>",
-        ]
-        if v2:
-            head.append(_elements(KeyCount=len(page.keys) + len(page.prefixes)))
-            head.append(_elements(ContinuationToken=token) if token else "")
-            head.append(f"<StartAfter>{encode(marker)}</StartAfter>" if marker else "")
-        else:
-            head.append(f"<Marker>{encode(marker)}</Marker>")
-        if page.resume is not None:
-            following = _elements(NextContinuationToken=encode_token(page.resume))
-            head.append(following if v2 else f"<NextMarker>{encode(page.last)}</NextMarker>")
-        rows = _build_rows(bucket, page.keys, request.dialect, encoded)
-        prefixes = [f"<CommonPrefixes><Prefix>{encode(name)}</Prefix></CommonPrefixes>" for name in page.prefixes]
-        return build_xml_response(
-            "ListBucketResult", "".join(head) + "".join(rows) + "".join(prefixes), request.dialect
+        encode = quote if encoded else str
+        head = _elements(
+            Name=request.bucket,
+            Prefix=encode(prefix),
+            MaxKeys=limit,
+            Delimiter=encode(delimiter) or None,
+            EncodingType="url" if encoded else None,
+            IsTruncated="false" if page.resume is None else "true",
         )
+        if v2:
+            count, resume = len(page.keys) + len(page.prefixes), page.resume and encode_token(page.resume)
+            head += _elements(KeyCount=count, ContinuationToken=token or None, StartAfter=encode(marker) or None)
+            head += _elements(NextContinuationToken=resume)
+        else:
+            head += _elements(Marker=encode(marker), NextMarker=encode(page.last) if page.resume else None)
+        rows = _build_rows(bucket, page.keys, request.dialect, encoded)
+        prefixes = [f"<CommonPrefixes>{_elements(Prefix=encode(name))}</CommonPrefixes>" for name in page.prefixes]
+        return build_xml_response("ListBucketResult", "".join([head, *rows, *prefixes]), request.dialect)
 
     def _do_list_buckets(self, request: ApiRequest) -> Response:
         rows = "".join(
@@ -264,7 +254,7 @@ class XmlApi:
             for element in _children(_parse_body(request.body), "Part")
         ]
         stored = self._objects.finish_upload(bucket, upload, listed, s3_etag=request.dialect == "s3")
-        bucket_name, key, head = request.bucket, request.key, _build_version_headers(stored, request.dialect)
+        bucket_name, key, head = request.bucket, request.key, build_version_headers(stored, request.dialect)
         content = _elements(Location=f"/{bucket_name}/{key}", Bucket=bucket_name, Key=key, ETag=stored.etag)
         return build_xml_response("CompleteMultipartUploadResult", content, request.dialect, head=head)
 
@@ -297,21 +287,15 @@ class XmlApi:
             key=lambda upload: (upload.key, upload.started_s),
         )
         encoded = request.param("encoding-type") == "url"
-        encode = quote if encoded else _escape
-        rows = "".join(
-            f"<Upload><Key>{encode(upload.key)}</Key><UploadId>{upload.upload_id}</UploadId>"
-            f"<Initiated>{format_iso_date(upload.started_s)}</Initiated></Upload>"
-            for upload in uploads
-        )
-        encoding = "<EncodingType>url</EncodingType>" if encoded else ""
-        content = f"<Bucket>{_escape(request.bucket)}</Bucket>{encoding}<IsTruncated>false</IsTruncated>{rows}"
+        content = _elements(Bucket=request.bucket, EncodingType="url" if encoded else None, IsTruncated="false")
+        for upload in uploads:
+            key, started = quote(upload.key) if encoded else upload.key, format_iso_date(upload.started_s)
+            content += f"<Upload>{_elements(Key=key, UploadId=upload.upload_id, Initiated=started)}</Upload>"
         return build_xml_response("ListMultipartUploadsResult", content, request.dialect)
 
     # Buckets
 
     def _do_create_bucket(self, request: ApiRequest) -> Response:
-        if request.bucket in self._objects.buckets:
-            raise RequestError(409, "BucketAlreadyOwnedByYou", "You already own this bucket")
         self._objects.create(request.bucket)
         return Response(200, f"Location: /{quote(request.bucket)}\r\n")
 
@@ -320,9 +304,7 @@ class XmlApi:
         return Response(200, "x-amz-bucket-region: us-east-1\r\n")
 
     def _do_delete_bucket(self, request: ApiRequest) -> Response:
-        if len(self._objects.require(request.bucket)):
-            raise RequestError(409, "BucketNotEmpty", "The bucket you tried to delete is not empty")
-        del self._objects.buckets[request.bucket]
+        self._objects.delete(request.bucket)
         return Response(204)
 
     def _do_bucket_location(self, request: ApiRequest) -> Response:
@@ -345,10 +327,7 @@ def _parse_limit(request: ApiRequest, name: str) -> int:
 def _parse_listing_start(token: str, marker: str, delimiter: str) -> str:
     """Return the inclusive start of a page; ``delimiter`` is set for V1, whose marker may be a common prefix."""
     if token:
-        try:
-            return decode_token(token)
-        except ValueError:
-            raise errors.invalid("The continuation token provided is incorrect") from None
+        return decode_token(token)
     if delimiter and marker.endswith(delimiter):
         return end_of_prefix(marker) or successor(marker)
     return successor(marker) if marker else ""
@@ -390,7 +369,7 @@ def _check_digests(request: ApiRequest) -> None:
 
 
 def _parse_metadata(request: ApiRequest) -> dict[str, str]:
-    prefix, headers = _METADATA_PREFIXES[request.dialect], request.headers
+    prefix, headers = METADATA_PREFIXES[request.dialect], request.headers
     return {name[len(prefix) :].lower(): text for name, text in headers.items() if name.lower().startswith(prefix)}
 
 
@@ -413,74 +392,39 @@ def _child(root: ElementTree.Element, name: str) -> str | None:
 # Building responses
 
 
-def _build_object_headers(stored: StoredObject, dialect: str) -> str:
-    """Return the headers that describe an object, for GET and HEAD."""
-    headers = stored.rendered.get(dialect + " head")
-    if headers is None:
-        headers = stored.rendered[dialect + " head"] = (
-            f"ETag: {stored.etag}\r\n"
-            f"Last-Modified: {format_http_date(int(stored.updated_s))}\r\nAccept-Ranges: bytes\r\n"
-            + format_headers({"Content-Type": stored.content_type} | stored.headers)
-            + format_headers(stored.metadata, _METADATA_PREFIXES[dialect])
-            + _build_version_headers(stored, dialect)
-        )
-    return headers
-
-
 def _format_upload(request: ApiRequest, upload: Upload) -> str:
     return _elements(Bucket=request.bucket, Key=request.key, UploadId=upload.upload_id)
 
 
 def _build_write_headers(stored: StoredObject, dialect: str) -> str:
-    return f"ETag: {stored.etag}\r\n{_build_version_headers(stored, dialect)}"
-
-
-def _build_version_headers(stored: StoredObject, dialect: str) -> str:
-    if dialect == "s3":
-        return "x-amz-request-id: EMULATOR\r\n"
-    lines = [
-        f"x-goog-generation: {stored.generation}\r\nx-goog-metageneration: {stored.metageneration}\r\n",
-        f"x-goog-stored-content-length: {stored.body.size}\r\nx-goog-storage-class: STANDARD\r\n",
-    ]
-    lines += [f"x-goog-hash: {name}={value}\r\n" for name, value in stored.hashes().items()]
-    if stored.component_count is not None:
-        lines.append(f"x-goog-component-count: {stored.component_count}\r\n")
-    return "".join(lines)
+    return f"ETag: {stored.etag}\r\n{build_version_headers(stored, dialect)}"
 
 
 def _build_rows(bucket: Bucket, keys: Sequence[str], dialect: str, encoded: bool) -> list[str]:
     """Return a Contents element for each key; the page is checked at once for characters to escape."""
-    shown: Iterable[str] = keys
-    unsafe = _UNSAFE_IN_URL if encoded else _UNSAFE_IN_XML
+    names, unsafe = keys, _UNSAFE_IN_URL if encoded else _UNSAFE_IN_XML
     if unsafe.search("".join(keys)):
-        encode = quote if encoded else _escape
-        shown = [encode(key) for key in keys]
+        names = [quote(key) if encoded else _escape(key) for key in keys]
     rows: list[str] = []
-    tails: dict[SyntheticFill, str] = {}
-    for key, name in zip(keys, shown, strict=True):
+    cache_key = dialect + " row"
+    for key, name in zip(keys, names, strict=True):
         entry = bucket.entry(key)
-        if type(entry) is SyntheticFill:
-            tail = tails.get(entry)
-            if tail is None:
-                tail = _build_row_tail(entry.generation / 1e6, entry.size, entry.generation, 1, dialect)
-                tails[entry] = tail
-            # Quotes need no escaping inside an element.
-            rows.append(f"<Contents><Key>{name}</Key><ETag>{entry.etag(key)}</ETag>{tail}")
-            continue
-        assert isinstance(entry, StoredObject)
-        row = entry.rendered.get(dialect + " row")
+        row = entry.rendered.get(cache_key)
         if row is None:
-            tail = _build_row_tail(entry.updated_s, entry.body.size, entry.generation, entry.metageneration, dialect)
-            row = entry.rendered[dialect + " row"] = f"</Key><ETag>{entry.etag}</ETag>{tail}"
-        rows.append(f"<Contents><Key>{name}{row}")
+            row = entry.rendered[cache_key] = _build_row_end(entry, dialect)
+        if type(entry) is SyntheticFill:
+            rows.append(f"<Contents><Key>{name}</Key><ETag>{entry.etag(key)}</ETag>{row}")
+        else:
+            rows.append(f"<Contents><Key>{name}</Key>{row}")
     return rows
 
 
-def _build_row_tail(updated_s: float, size: int, generation: int, metageneration: int, dialect: str) -> str:
+def _build_row_end(entry: StoredObject | SyntheticFill, dialect: str) -> str:
+    """Return the part of a row that is cached: all after the key, for an object of a fill all after the ETag."""
+    stored = entry if isinstance(entry, StoredObject) else entry.stored("")
+    etag = f"<ETag>{stored.etag}</ETag>" if stored is entry else ""
     versions = ""
     if dialect == "gcs":
-        versions = f"<Generation>{generation}</Generation><MetaGeneration>{metageneration}</MetaGeneration>"
-    return (
-        f"<LastModified>{format_iso_date(updated_s)}</LastModified><Size>{size}</Size>{versions}"
-        "<StorageClass>STANDARD</StorageClass></Contents>"
-    )
+        versions = _elements(Generation=stored.generation, MetaGeneration=stored.metageneration)
+    modified = _elements(LastModified=format_iso_date(stored.updated_s), Size=stored.body.size)
+    return f"{etag}{modified}{versions}<StorageClass>STANDARD</StorageClass></Contents>"

@@ -29,13 +29,14 @@ from voxlane.testing.responses import (
 )
 
 _JSON_HEAD = "Content-Type: application/json; charset=UTF-8\r\n"
+_WITHOUT_BUCKET = ("bucket_list", "bucket_insert", "upload", "upload_chunk", "upload_cancel")
+"""Operations without a bucket, or that check it after the body of the request."""
 _MAX_RESULTS = 1000
 _MAX_SOURCES = 32
 _CONTENT_RANGE = re.compile(r"bytes (?:(\d+)-(\d+)|\*)/(\d+|\*)$")
 _UNSAFE = re.compile("[^A-Za-z0-9_.~/-]")
-# Placeholders for a name in a template. The first cannot be in JSON text, where control characters are escaped;
-# the second cannot be in a quoted name or anywhere else in a resource.
-_NAME, _NAME_ESCAPED, _QUOTED = "\x00", "\\u0000", "<quoted>"
+# Key of the object that the template of a fill is made from, as JSON text and in a URL; nothing else looks like it.
+_TEMPLATE_KEY, _KEY_IN_JSON, _KEY_IN_URL = "\x00key\x00", "\\u0000key\\u0000", "%00key%00"
 
 
 def build_json_response(value: object, status: int = 200, head: str = "") -> Response:
@@ -76,25 +77,20 @@ class JsonApi:
         handler: Handler | None = getattr(self, f"_do_{request.op}", None)
         if handler is None:
             raise RequestError(404, "NotFound", f"The emulator does not support {request.method} here")
-        return handler(request)
+        if request.op in _WITHOUT_BUCKET:
+            return handler(request)
+        return handler(request, self._objects.require(request.bucket))
 
     # Reading objects
 
-    def _do_object_media(self, request: ApiRequest) -> Response:
-        stored = self._find_readable(request)
+    def _do_object_media(self, request: ApiRequest, bucket: Bucket) -> Response:
+        stored = _find_readable(request, bucket)
         return build_content_response(stored.body, build_object_headers(stored, "json"), request.headers.get("Range"))
 
-    def _do_object_get(self, request: ApiRequest) -> Response:
-        return self._build_resource_response(request, self._find_readable(request))
+    def _do_object_get(self, request: ApiRequest, bucket: Bucket) -> Response:
+        return self._build_resource_response(bucket.name, _find_readable(request, bucket))
 
-    def _find_readable(self, request: ApiRequest) -> StoredObject:
-        stored = self._objects.require(request.bucket).require(request.key, request.number("generation"))
-        if request.query or "If-Match" in request.headers or "If-None-Match" in request.headers:
-            _parse_preconditions(request).check_read(stored, stored.json_etag)
-        return stored
-
-    def _do_object_list(self, request: ApiRequest) -> Response:
-        bucket = self._objects.require(request.bucket)
+    def _do_object_list(self, request: ApiRequest, bucket: Bucket) -> Response:
         start, token = request.param("startOffset"), request.param("pageToken")
         limit = request.number("maxResults")
         page = plan_page(
@@ -120,15 +116,13 @@ class JsonApi:
 
     # Changing objects
 
-    def _do_object_delete(self, request: ApiRequest) -> Response:
-        bucket = self._objects.require(request.bucket)
+    def _do_object_delete(self, request: ApiRequest, bucket: Bucket) -> Response:
         stored = bucket.require(request.key, request.number("generation"))
         _check_write(request, stored)
         bucket.remove(request.key)
         return Response(204)
 
-    def _do_object_patch(self, request: ApiRequest) -> Response:
-        bucket = self._objects.require(request.bucket)
+    def _do_object_patch(self, request: ApiRequest, bucket: Bucket) -> Response:
         stored = bucket.require(request.key, request.number("generation"))
         _check_write(request, stored)
         resource = _parse_body(request.body)
@@ -139,12 +133,12 @@ class JsonApi:
         stored.updated_s = self._objects.next_generation() / 1e6
         stored.rendered.clear()
         bucket.put(stored)
-        return self._build_resource_response(request, stored)
+        return self._build_resource_response(bucket.name, stored)
 
     _do_object_update = _do_object_patch
 
-    def _do_rewrite(self, request: ApiRequest) -> Response:
-        stored = self._copy_object(request)
+    def _do_rewrite(self, request: ApiRequest, bucket: Bucket) -> Response:
+        stored = self._copy_object(request, bucket)
         size = str(stored.body.size)
         resource = json.loads(self._render(request.other_bucket, stored))
         return build_json_response(
@@ -157,25 +151,23 @@ class JsonApi:
             }
         )
 
-    def _do_copy(self, request: ApiRequest) -> Response:
-        stored = self._copy_object(request)
-        return Response(200, _JSON_HEAD, [self._render(request.other_bucket, stored).encode()])
+    def _do_copy(self, request: ApiRequest, bucket: Bucket) -> Response:
+        return self._build_resource_response(request.other_bucket, self._copy_object(request, bucket))
 
-    def _copy_object(self, request: ApiRequest) -> StoredObject:
-        source = self._objects.require(request.bucket).require(request.key, request.number("sourceGeneration"))
+    def _copy_object(self, request: ApiRequest, bucket: Bucket) -> StoredObject:
+        source = bucket.require(request.key, request.number("sourceGeneration"))
         Preconditions(
             generation=request.number("ifSourceGenerationMatch"),
             metageneration=request.number("ifSourceMetagenerationMatch"),
         ).check_read(source, "")
-        bucket = self._objects.require(request.other_bucket)
-        _check_write(request, bucket.find(request.other_key))
+        destination = self._objects.require(request.other_bucket)
+        _check_write(request, destination.find(request.other_key))
         stored = source.copy(request.other_key, self._objects.next_generation(), etag="")
         _set_metadata(stored, _parse_body(request.body))
-        bucket.put(stored)
+        destination.put(stored)
         return stored
 
-    def _do_compose(self, request: ApiRequest) -> Response:
-        bucket = self._objects.require(request.bucket)
+    def _do_compose(self, request: ApiRequest, bucket: Bucket) -> Response:
         document = _parse_body(request.body)
         source_refs: Sequence[Mapping[str, Any]] = document.get("sourceObjects") or []
         if not 1 <= len(source_refs) <= _MAX_SOURCES:
@@ -198,7 +190,7 @@ class JsonApi:
         )
         _set_metadata(stored, document.get("destination") or {})
         bucket.put(stored)
-        return self._build_resource_response(request, stored)
+        return self._build_resource_response(bucket.name, stored)
 
     # Uploads
 
@@ -218,8 +210,7 @@ class JsonApi:
         upload = _JsonUpload(request.bucket, key, resource, conditions)
         return self._store(upload, media, hashlib.md5(media).digest())
 
-    def _do_upload_start(self, request: ApiRequest) -> Response:
-        self._objects.require(request.bucket)
+    def _do_upload_start(self, request: ApiRequest, bucket: Bucket) -> Response:
         resource = _parse_body(request.body)
         declared = request.headers.get("X-Upload-Content-Type")
         if declared:
@@ -273,7 +264,7 @@ class JsonApi:
         _check_checksums(upload.resource, stored)
         _set_metadata(stored, upload.resource)
         bucket.put(stored)
-        return Response(200, _JSON_HEAD, [self._render(upload.bucket, stored).encode()])
+        return self._build_resource_response(upload.bucket, stored)
 
     # Buckets
 
@@ -283,8 +274,8 @@ class JsonApi:
             raise errors.invalid("Required parameter: name")
         return build_json_response(self._bucket_resource(self._objects.create(name)))
 
-    def _do_bucket_get(self, request: ApiRequest) -> Response:
-        return build_json_response(self._bucket_resource(self._objects.require(request.bucket)))
+    def _do_bucket_get(self, request: ApiRequest, bucket: Bucket) -> Response:
+        return build_json_response(self._bucket_resource(bucket))
 
     _do_bucket_patch = _do_bucket_get
 
@@ -297,20 +288,18 @@ class JsonApi:
         ]
         return build_json_response({"kind": "storage#buckets"} | ({"items": buckets} if buckets else {}))
 
-    def _do_bucket_delete(self, request: ApiRequest) -> Response:
+    def _do_bucket_delete(self, request: ApiRequest, bucket: Bucket) -> Response:
         self._objects.delete(request.bucket)
         return Response(204)
 
-    def _do_test_permissions(self, request: ApiRequest) -> Response:
-        self._objects.require(request.bucket)
+    def _do_test_permissions(self, request: ApiRequest, bucket: Bucket) -> Response:
         requested = request.query.get("permissions", [])
         granted = [permission for permission in requested if permission not in self.access.denied_permissions]
         return build_json_response(
             {"kind": "storage#testIamPermissionsResponse"} | ({"permissions": granted} if granted else {})
         )
 
-    def _do_storage_layout(self, request: ApiRequest) -> Response:
-        self._objects.require(request.bucket)
+    def _do_storage_layout(self, request: ApiRequest, bucket: Bucket) -> Response:
         return build_json_response(
             {
                 "kind": "storage#storageLayout",
@@ -338,9 +327,8 @@ class JsonApi:
             "updated": created,
         }
 
-    def _build_resource_response(self, request: ApiRequest, stored: StoredObject) -> Response:
-        head = f"{_JSON_HEAD}ETag: {stored.json_etag}\r\n"
-        return Response(200, head, [self._render(request.bucket, stored).encode()])
+    def _build_resource_response(self, bucket: str, stored: StoredObject) -> Response:
+        return Response(200, f"{_JSON_HEAD}ETag: {stored.json_etag}\r\n", [self._render(bucket, stored).encode()])
 
     # Object resources, rendered quickly: a page of a listing has a thousand of them
 
@@ -366,30 +354,23 @@ class JsonApi:
                 continue
             template = templates.get(entry)
             if template is None:
-                template = templates[entry] = self._render_template(bucket.name, entry, fields)
+                members = self._build_members(bucket.name, entry.stored(_TEMPLATE_KEY), fields)
+                # A single character is found faster, and JSON text contains no control characters.
+                template = templates[entry] = json.dumps(members).replace(_KEY_IN_JSON, "\x00").split(_KEY_IN_URL)
             name = key if plain else json.dumps(key, ensure_ascii=False)[1:-1]
             quoted = key.replace("/", "%2F") if plain else quote(key, safe="")
-            rows.append(quoted.join(template).replace(_NAME, name))
+            rows.append(quoted.join(template).replace("\x00", name))
         return rows
 
-    def _render_template(self, bucket: str, fill: SyntheticFill, fields: Collection[str] | None) -> list[str]:
-        """Return the resource of a fill, split where the quoted name belongs; ``_NAME`` marks the plain name."""
-        members = self._build_members(bucket, fill.stored("k"), fields, name=_NAME, quoted=_QUOTED)
-        return json.dumps(members).replace(_NAME_ESCAPED, _NAME).split(_QUOTED)
-
-    def _build_members(
-        self, bucket: str, stored: StoredObject, fields: Collection[str] | None, name: str = "", quoted: str = ""
-    ) -> dict[str, Any]:
-        name = name or stored.key
-        quoted = quoted or quote(stored.key, safe="")
-        path = f"storage/v1/b/{quote(bucket, safe='')}/o/{quoted}"
+    def _build_members(self, bucket: str, stored: StoredObject, fields: Collection[str] | None) -> dict[str, Any]:
+        path = f"storage/v1/b/{quote(bucket, safe='')}/o/{quote(stored.key, safe='')}"
         created, updated = format_iso_date(stored.created_s), format_iso_date(stored.updated_s)
         members: dict[str, Any] = {
             "kind": "storage#object",
-            "id": f"{bucket}/{name}/{stored.generation}",
+            "id": f"{bucket}/{stored.key}/{stored.generation}",
             "selfLink": f"{self._base_url}/{path}",
             "mediaLink": f"{self._base_url}/download/{path}?generation={stored.generation}&alt=media",
-            "name": name,
+            "name": stored.key,
             "bucket": bucket,
             "generation": str(stored.generation),
             "metageneration": str(stored.metageneration),
@@ -412,6 +393,13 @@ class JsonApi:
             if header in stored.headers:
                 members[field_name] = stored.headers[header]
         return members if fields is None else {key: value for key, value in members.items() if key in fields}
+
+
+def _find_readable(request: ApiRequest, bucket: Bucket) -> StoredObject:
+    stored = bucket.require(request.key, request.number("generation"))
+    if request.query or "If-Match" in request.headers or "If-None-Match" in request.headers:
+        _parse_preconditions(request).check_read(stored, stored.json_etag)
+    return stored
 
 
 def _check_write(request: ApiRequest, stored: StoredObject | None) -> None:
@@ -470,21 +458,14 @@ def _parse_body(body: bytes) -> dict[str, Any]:
 
 def _set_metadata(stored: StoredObject, resource: Mapping[str, Any]) -> None:
     """Set content type, user metadata and the like from an object resource; null removes a value."""
-    for field_name, header in OBJECT_FIELDS.items():
-        if field_name in resource:
-            if resource[field_name] is None:
-                stored.headers.pop(header, None)
-            else:
-                stored.headers[header] = str(resource[field_name])
-    changes = resource.get("metadata", {})
-    if changes is None:
-        stored.metadata = {}
-        return
-    for name, value in changes.items():
-        if value is None:
-            stored.metadata.pop(name, None)
-        else:
-            stored.metadata[name] = str(value)
+    headers = {header: resource[name] for name, header in OBJECT_FIELDS.items() if name in resource}
+    metadata = resource.get("metadata", {})
+    stored.headers = _merge(stored.headers, headers)
+    stored.metadata = {} if metadata is None else _merge(stored.metadata, metadata)
+
+
+def _merge(values: Mapping[str, str], changes: Mapping[str, Any]) -> dict[str, str]:
+    return {name: str(value) for name, value in {**values, **changes}.items() if value is not None}
 
 
 def _check_checksums(resource: Mapping[str, Any], stored: StoredObject) -> None:

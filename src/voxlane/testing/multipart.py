@@ -15,20 +15,14 @@ from voxlane.testing.responses import Response
 _BATCH_BOUNDARY = "batch_emulator"
 
 
-def parse_boundary(content_type: str) -> bytes:
-    """Return the boundary of a multipart content type."""
-    message = Message()
-    message["Content-Type"] = content_type
-    boundary = message.get_param("boundary")
-    if not isinstance(boundary, str) or not boundary:
-        raise errors.invalid("The multipart content type has no boundary")
-    return boundary.encode()
-
-
 def split_multipart(body: bytes, content_type: str) -> list[tuple[dict[str, str], bytes]]:
     """Split a multipart body into (headers with lower-case names, content)."""
-    marker = b"--" + parse_boundary(content_type)
-    boundaries = list(_find_boundaries(body, marker))
+    message = Message()
+    message["Content-Type"] = content_type
+    boundary = message.get_boundary()
+    if not boundary:
+        raise errors.invalid("The multipart content type has no boundary")
+    boundaries = list(_find_boundaries(body, b"--" + boundary.encode()))
     return [split_headers(body[after:before]) for (_, after), (before, _) in pairwise(boundaries)]
 
 

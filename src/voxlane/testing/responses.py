@@ -8,7 +8,6 @@ from collections.abc import Callable, Mapping, Sequence
 from email.utils import formatdate, parsedate_to_datetime
 from functools import lru_cache
 from http import HTTPStatus
-from typing import Any
 
 from voxlane.testing import errors
 from voxlane.testing.bodies import Body
@@ -63,7 +62,7 @@ def build_content_response(body: Body, head: str, range_header: str | None) -> R
     return Response(206, head, body.slices(start, stop), stop - start)
 
 
-Handler = Callable[[Any], Response]
+Handler = Callable[..., Response]
 """Function that handles one operation of an API."""
 
 

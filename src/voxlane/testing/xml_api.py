@@ -9,7 +9,8 @@ from __future__ import annotations
 import base64
 import re
 import xml.etree.ElementTree as ElementTree
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 from urllib.parse import quote, unquote
 from xml.sax.saxutils import escape
 
@@ -46,7 +47,20 @@ _XML_HEAD = "Content-Type: application/xml\r\n"
 _UNSAFE_IN_XML = re.compile("[&<>\\x00-\\x1f\\x7f]")
 _UNSAFE_IN_URL = re.compile("[^A-Za-z0-9_.~/-]")
 _MAX_KEYS = 1000
-_CONDITION_HEADERS = ("If-Match", "If-None-Match", "If-Modified-Since", "If-Unmodified-Since")
+_HTTP_CONDITIONS: dict[str, tuple[str, Callable[[str], Any]]] = {
+    "If-Match": ("etags", str),
+    "If-None-Match": ("not_etags", str),
+    "If-Modified-Since": ("modified_since_s", parse_http_date),
+    "If-Unmodified-Since": ("unmodified_since_s", parse_http_date),
+}
+_GOOGLE_CONDITIONS: dict[str, tuple[str, Callable[[str], Any]]] = {
+    "x-goog-if-generation-match": ("generation", parse_number),
+    "x-goog-if-generation-not-match": ("not_generation", parse_number),
+    "x-goog-if-metageneration-match": ("metageneration", parse_number),
+    "x-goog-if-metageneration-not-match": ("not_metageneration", parse_number),
+}
+_CONDITIONS = {"s3": _HTTP_CONDITIONS, "gcs": _HTTP_CONDITIONS | _GOOGLE_CONDITIONS}
+"""Headers of preconditions by dialect, with the field of :class:`Preconditions` and the parser of each."""
 
 
 def build_xml_response(root: str, content: str, dialect: str = "s3", status: int = 200, head: str = "") -> Response:
@@ -86,28 +100,22 @@ class XmlApi:
         handler: Handler | None = getattr(self, f"_do_{request.op}", None)
         if handler is None:
             raise RequestError(405, "MethodNotAllowed", f"{request.method} is not supported here")
-        return handler(request)
+        if request.op in ("create_bucket", "list_buckets"):
+            return handler(request)
+        return handler(request, self._objects.require(request.bucket))
 
     # Objects
 
-    def _do_get(self, request: ApiRequest) -> Response:
-        stored = self._find_readable(request)
+    def _do_get(self, request: ApiRequest, bucket: Bucket) -> Response:
+        stored = _find_readable(request, bucket)
         head = build_object_headers(stored, request.dialect)
         return build_content_response(stored.body, head, request.headers.get("Range"))
 
-    def _do_head(self, request: ApiRequest) -> Response:
-        stored = self._find_readable(request)
+    def _do_head(self, request: ApiRequest, bucket: Bucket) -> Response:
+        stored = _find_readable(request, bucket)
         return Response(200, build_object_headers(stored, request.dialect), length=stored.body.size)
 
-    def _find_readable(self, request: ApiRequest) -> StoredObject:
-        stored = self._objects.require(request.bucket).require(request.key, request.param("generation"))
-        conditions = _parse_preconditions(request)
-        if conditions is not NO_PRECONDITIONS:
-            conditions.check_read(stored, stored.etag)
-        return stored
-
-    def _do_put(self, request: ApiRequest) -> Response:
-        bucket = self._objects.require(request.bucket)
+    def _do_put(self, request: ApiRequest, bucket: Bucket) -> Response:
         _check_write(request, bucket.find(request.key))
         _check_digests(request)
         stored = StoredObject(
@@ -121,17 +129,15 @@ class XmlApi:
         bucket.put(stored)
         return Response(200, _build_write_headers(stored, request.dialect))
 
-    def _do_delete(self, request: ApiRequest) -> Response:
-        bucket = self._objects.require(request.bucket)
+    def _do_delete(self, request: ApiRequest, bucket: Bucket) -> Response:
         stored = bucket.require(request.key) if request.dialect == "gcs" else bucket.find(request.key)
         _check_write(request, stored)
         if stored is not None:
             bucket.remove(request.key)
         return Response(204)
 
-    def _do_copy(self, request: ApiRequest) -> Response:
+    def _do_copy(self, request: ApiRequest, bucket: Bucket) -> Response:
         source = self._copy_source(request)
-        bucket = self._objects.require(request.bucket)
         _check_write(request, bucket.find(request.key))
         stored = source.copy(request.key, self._objects.next_generation(), etag="", component_count=None)
         directive = request.headers.get("x-amz-metadata-directive") or request.headers.get("x-goog-metadata-directive")
@@ -144,8 +150,8 @@ class XmlApi:
 
     def _copy_source(self, request: ApiRequest) -> StoredObject:
         text = request.headers.get("x-amz-copy-source") or request.headers["x-goog-copy-source"]
-        bucket, _, key = unquote(text.partition("?versionId=")[0].removeprefix("/")).partition("/")
-        source = self._objects.require(bucket).require(key)
+        bucket_name, _, key = unquote(text.partition("?versionId=")[0].removeprefix("/")).partition("/")
+        source = self._objects.require(bucket_name).require(key)
         start = "x-goog-copy-source-if-" if request.dialect == "gcs" else "x-amz-copy-source-if-"
         Preconditions(
             generation=parse_number(request.headers.get(start + "generation-match")),
@@ -157,8 +163,7 @@ class XmlApi:
             Preconditions(not_etags=excluded_etags).check_write(source, source.etag)
         return source
 
-    def _do_delete_many(self, request: ApiRequest) -> Response:
-        bucket = self._objects.require(request.bucket)
+    def _do_delete_many(self, request: ApiRequest, bucket: Bucket) -> Response:
         root = _parse_body(request.body)
         quiet = (_child(root, "Quiet") or "").lower() == "true"
         rows: list[str] = []
@@ -172,8 +177,7 @@ class XmlApi:
 
     # Listings
 
-    def _do_list_objects(self, request: ApiRequest) -> Response:
-        bucket = self._objects.require(request.bucket)
+    def _do_list_objects(self, request: ApiRequest, bucket: Bucket) -> Response:
         v2 = request.param("list-type") == "2"
         prefix, delimiter = request.param("prefix"), request.param("delimiter")
         token, marker = request.param("continuation-token"), request.param("start-after" if v2 else "marker")
@@ -210,14 +214,13 @@ class XmlApi:
 
     # Multipart uploads
 
-    def _do_initiate(self, request: ApiRequest) -> Response:
-        bucket = self._objects.require(request.bucket)
+    def _do_initiate(self, request: ApiRequest, bucket: Bucket) -> Response:
         upload = Upload(request.key, select_object_headers(request.headers), _parse_metadata(request))
         bucket.uploads[upload.upload_id] = upload
         return build_xml_response("InitiateMultipartUploadResult", _format_upload(request, upload), request.dialect)
 
-    def _do_part(self, request: ApiRequest) -> Response:
-        upload = self._objects.require(request.bucket).require_upload(request.param("uploadId"), request.key)
+    def _do_part(self, request: ApiRequest, bucket: Bucket) -> Response:
+        upload = bucket.require_upload(request.param("uploadId"), request.key)
         _check_digests(request)
         # GCS objects made of parts have no MD5, so their parts need none; it would take half of the server's time
         # during an upload.
@@ -225,8 +228,8 @@ class XmlApi:
         part = self._add_part(upload.parts, request, Blob(request.body), md5)
         return Response(200, f"ETag: {part.etag}\r\n")
 
-    def _do_part_copy(self, request: ApiRequest) -> Response:
-        upload = self._objects.require(request.bucket).require_upload(request.param("uploadId"), request.key)
+    def _do_part_copy(self, request: ApiRequest, bucket: Bucket) -> Response:
+        upload = bucket.require_upload(request.param("uploadId"), request.key)
         source = self._copy_source(request)
         range_header = request.headers.get("x-amz-copy-source-range") or request.headers.get("x-goog-copy-source-range")
         start, stop = parse_range(range_header, source.body.size) or (0, source.body.size)
@@ -245,8 +248,7 @@ class XmlApi:
         part = parts[number] = Part(body, etag, md5, generation / 1e6)
         return part
 
-    def _do_complete(self, request: ApiRequest) -> Response:
-        bucket = self._objects.require(request.bucket)
+    def _do_complete(self, request: ApiRequest, bucket: Bucket) -> Response:
         upload = bucket.require_upload(request.param("uploadId"), request.key)
         _check_write(request, bucket.find(request.key))
         listed = [
@@ -254,17 +256,17 @@ class XmlApi:
             for element in _children(_parse_body(request.body), "Part")
         ]
         stored = self._objects.finish_upload(bucket, upload, listed, s3_etag=request.dialect == "s3")
-        bucket_name, key, head = request.bucket, request.key, build_version_headers(stored, request.dialect)
-        content = _elements(Location=f"/{bucket_name}/{key}", Bucket=bucket_name, Key=key, ETag=stored.etag)
+        head = build_version_headers(stored, request.dialect)
+        location = f"/{bucket.name}/{request.key}"
+        content = _elements(Location=location, Bucket=bucket.name, Key=request.key, ETag=stored.etag)
         return build_xml_response("CompleteMultipartUploadResult", content, request.dialect, head=head)
 
-    def _do_abort(self, request: ApiRequest) -> Response:
-        bucket = self._objects.require(request.bucket)
+    def _do_abort(self, request: ApiRequest, bucket: Bucket) -> Response:
         del bucket.uploads[bucket.require_upload(request.param("uploadId"), request.key).upload_id]
         return Response(204)
 
-    def _do_list_parts(self, request: ApiRequest) -> Response:
-        upload = self._objects.require(request.bucket).require_upload(request.param("uploadId"), request.key)
+    def _do_list_parts(self, request: ApiRequest, bucket: Bucket) -> Response:
+        upload = bucket.require_upload(request.param("uploadId"), request.key)
         limit = _parse_limit(request, "max-parts")
         numbers = sorted(number for number in upload.parts if number > (request.number("part-number-marker") or 0))
         shown = numbers[:limit]
@@ -280,8 +282,7 @@ class XmlApi:
             content += f"<Part>{row}</Part>"
         return build_xml_response("ListPartsResult", content, request.dialect)
 
-    def _do_bucket_uploads(self, request: ApiRequest) -> Response:
-        bucket = self._objects.require(request.bucket)
+    def _do_bucket_uploads(self, request: ApiRequest, bucket: Bucket) -> Response:
         uploads = sorted(
             (upload for upload in bucket.uploads.values() if upload.key.startswith(request.param("prefix"))),
             key=lambda upload: (upload.key, upload.started_s),
@@ -299,20 +300,17 @@ class XmlApi:
         self._objects.create(request.bucket)
         return Response(200, f"Location: /{quote(request.bucket)}\r\n")
 
-    def _do_head_bucket(self, request: ApiRequest) -> Response:
-        self._objects.require(request.bucket)
+    def _do_head_bucket(self, request: ApiRequest, bucket: Bucket) -> Response:
         return Response(200, "x-amz-bucket-region: us-east-1\r\n")
 
-    def _do_delete_bucket(self, request: ApiRequest) -> Response:
+    def _do_delete_bucket(self, request: ApiRequest, bucket: Bucket) -> Response:
         self._objects.delete(request.bucket)
         return Response(204)
 
-    def _do_bucket_location(self, request: ApiRequest) -> Response:
-        self._objects.require(request.bucket)
+    def _do_bucket_location(self, request: ApiRequest, bucket: Bucket) -> Response:
         return build_xml_response("LocationConstraint", "", request.dialect)
 
-    def _do_bucket_versioning(self, request: ApiRequest) -> Response:
-        self._objects.require(request.bucket)
+    def _do_bucket_versioning(self, request: ApiRequest, bucket: Bucket) -> Response:
         return build_xml_response("VersioningConfiguration", "", request.dialect)
 
 
@@ -334,23 +332,17 @@ def _parse_listing_start(token: str, marker: str, delimiter: str) -> str:
 
 
 def _parse_preconditions(request: ApiRequest) -> Preconditions:
-    headers = request.headers
-    if request.dialect == "s3" and not any(name in headers for name in _CONDITION_HEADERS):
-        return NO_PRECONDITIONS
-    conditions = Preconditions(
-        etags=headers.get("If-Match"),
-        not_etags=headers.get("If-None-Match"),
-        modified_since_s=parse_http_date(headers.get("If-Modified-Since")),
-        unmodified_since_s=parse_http_date(headers.get("If-Unmodified-Since")),
-    )
-    if request.dialect == "s3":
-        return conditions
-    return conditions._replace(
-        generation=parse_number(headers.get("x-goog-if-generation-match")),
-        not_generation=parse_number(headers.get("x-goog-if-generation-not-match")),
-        metageneration=parse_number(headers.get("x-goog-if-metageneration-match")),
-        not_metageneration=parse_number(headers.get("x-goog-if-metageneration-not-match")),
-    )
+    headers, conditions = request.headers, _CONDITIONS[request.dialect]
+    values = {field: parse(headers[name]) for name, (field, parse) in conditions.items() if name in headers}
+    return Preconditions(**values) if values else NO_PRECONDITIONS
+
+
+def _find_readable(request: ApiRequest, bucket: Bucket) -> StoredObject:
+    stored = bucket.require(request.key, request.param("generation"))
+    conditions = _parse_preconditions(request)
+    if conditions is not NO_PRECONDITIONS:
+        conditions.check_read(stored, stored.etag)
+    return stored
 
 
 def _check_write(request: ApiRequest, stored: StoredObject | None) -> None:

@@ -62,12 +62,11 @@ def translate(values: Mapping[str, Any], *, searching: bool = False) -> Translat
     fields = _translate_fields(distmis, notes, searching)
     if searching:
         fields["tune"] = _search_settings(distmis, fields, notes)
-        address = _cluster_address(distmis, _get_integer(distmis, "nodes"))
+        address = _cluster_address(distmis, _check_integer("nodes", distmis.get("nodes", 1)))
         options = {} if address is None else {"address": address}
     else:
         options = _launch_options(distmis, notes)
-        search_only = sorted(distmis.keys() & _TRIALS)
-        if search_only:
+        if search_only := sorted(distmis.keys() & _TRIALS):
             takes = f"only voxlane tune takes {'these' if len(search_only) > 1 else 'this'}"
             notes.append(f"{', '.join(search_only)}: {takes}")
     for name in fields.keys() & {"optimizer", "tune"}:
@@ -109,11 +108,6 @@ def _check_rate(name: str, value: Any) -> float:
 def _check_integer(name: str, value: Any) -> int:
     _require(_is_number(value) and isinstance(value, int) and value >= 1, name, value, "an integer of at least 1")
     return int(value)
-
-
-def _get_integer(distmis: Mapping[str, Any], name: str) -> int:
-    """Return a number that is 1 by default."""
-    return _check_integer(name, distmis.get(name, 1))
 
 
 def _check_norm(name: str, value: Any) -> str:
@@ -163,8 +157,7 @@ def _translate_fields(distmis: Mapping[str, Any], notes: list[str], searching: b
     if _TENSORFLOW & distmis.keys() and isinstance(fields.get("batch_per_worker"), int):
         # data_parallel.py multiplies its rates by num_replicas; with the batch a replica's, that is the linear rule.
         optimizer.update(lr_scaling="linear", lr_batch=fields["batch_per_worker"])
-    ignored = sorted(distmis.keys() & {"b2", "amsgrad"})
-    if ignored:
+    if ignored := sorted(distmis.keys() & {"b2", "amsgrad"}):
         notes.append(f"{' and '.join(ignored)}: left out, voxlane's Adam has 0.999 and no AMSGrad")
     if distmis.get("debug") is True:
         notes.append("debug: left out, progress is shown on every terminal and TensorBoard's events are always written")
@@ -177,7 +170,7 @@ def _translate_fields(distmis: Mapping[str, Any], notes: list[str], searching: b
 def _launch_options(distmis: Mapping[str, Any], notes: list[str]) -> dict[str, Any]:
     """Return the options that say where a training runs, and on how many workers."""
     options: dict[str, Any] = {}
-    nodes = _get_integer(distmis, "nodes")
+    nodes = _check_integer("nodes", distmis.get("nodes", 1))
     gpus = _check_integer("gpus", distmis["gpus"]) if distmis.get("gpus") else None
     workers = nodes * (gpus or 1)
     if (name := _first_present(distmis, "num_replicas", "num_workers")) is not None:
@@ -226,17 +219,14 @@ def _search_settings(distmis: Mapping[str, Any], fields: dict[str, Any], notes: 
         optimizer["lr"] = {"loguniform": _LR_RANGE}
         notes.append("lr: DistMIS's search draws it from 0.0001 to 0.01 whatever the file says, as this search does")
     grid = any(isinstance(v, dict) and "grid" in v for v in (*fields.values(), *optimizer.values()))
-    samples = _check_integer("num_samples", distmis["num_samples"]) if "num_samples" in distmis else None
-    if not grid:
-        tune.update(search="random", trials=samples or _SAMPLES)
-    else:
-        tune["search"] = "grid"
-        if samples is not None and samples > 1:
-            raise ConfigError(
-                f"num_samples: {samples} repetitions of the same grid would train the same configs again",
-                fix="Leave it out, or vary seed: {grid: [0, 1]}",
-            )
-    if (workers := _get_integer(distmis, "num_replicas")) > 1:
+    samples = _check_integer("num_samples", distmis.get("num_samples", 1 if grid else _SAMPLES))
+    if grid and samples > 1:
+        raise ConfigError(
+            f"num_samples: {samples} repetitions of the same grid would train the same configs again",
+            fix="Leave it out, or vary seed: {grid: [0, 1]}",
+        )
+    tune.update({"search": "grid"} if grid else {"search": "random", "trials": samples})
+    if (workers := _check_integer("num_replicas", distmis.get("num_replicas", 1))) > 1:
         tune["workers_per_trial"] = workers
     for name, own_name in (("cpu_per_trial", "cpus_per_trial"), ("gpu_per_trial", "gpus_per_trial")):
         if name in distmis:

@@ -1,7 +1,7 @@
 """`dataflux_pytorch.dataflux_iterable_dataset`, based on `voxlane.IterableDataset`."""
 
 from voxlane.compat.dataflux.config import Config
-from voxlane.compat.dataflux.dataset import DatafluxDataset
+from voxlane.compat.dataflux.dataflux_mapstyle_dataset import DatafluxDataset
 from voxlane.dataset import IterableDataset
 
 __all__ = ["Config", "DataFluxIterableDataset"]

@@ -1,13 +1,13 @@
-"""`dataflux_pytorch.lightning.dataflux_lightning_checkpoint`, based on `BucketCheckpointIO`."""
+"""`dataflux_pytorch.lightning.dataflux_lightning_checkpoint`, based on `voxlane.checkpoint.lightning`."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from voxlane.checkpoint.lightning import AsyncBucketCheckpointIO, BucketCheckpointIO
+from voxlane.checkpoint.lightning import AsyncBucketCheckpointIO, BucketCheckpointIO, BucketFSDPStrategy
 from voxlane.compat.dataflux.config import client_config
 
-__all__ = ["DatafluxLightningAsyncCheckpoint", "DatafluxLightningCheckpoint"]
+__all__ = ["DatafluxFSDPStrategy", "DatafluxLightningAsyncCheckpoint", "DatafluxLightningCheckpoint"]
 
 
 class _DatafluxArguments:
@@ -26,3 +26,19 @@ class DatafluxLightningCheckpoint(_DatafluxArguments, BucketCheckpointIO):
 
 class DatafluxLightningAsyncCheckpoint(_DatafluxArguments, AsyncBucketCheckpointIO):
     """Dataflux's asynchronous CheckpointIO; its saves are checked."""
+
+
+class DatafluxFSDPStrategy(BucketFSDPStrategy):
+    """The FSDP strategy of Dataflux's multi-node demo, with its checkpoints in a bucket. `path`, `project_name` and
+    `model` are accepted and ignored: the trainer names each checkpoint. Sharded by default, as there."""
+
+    def __init__(
+        self,
+        path: str | None = None,
+        project_name: str | None = None,
+        storage_client: Any = None,
+        model: Any = None,
+        **kwargs: Any,
+    ) -> None:
+        kwargs.setdefault("state_dict_type", "sharded")
+        super().__init__(store_config=client_config(storage_client), **kwargs)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import functools
 from dataclasses import dataclass
+from importlib import resources
 from typing import Any
 
 import yaml
@@ -57,9 +58,7 @@ def _environment() -> Environment:
 
 def _read_file(name: str) -> Markup:
     """Return a style sheet or script of the templates' folder as it is."""
-    loader = _environment().loader
-    assert loader is not None
-    return Markup(loader.get_source(_environment(), name)[0])
+    return Markup(resources.files("voxlane.pages").joinpath("templates", name).read_text("utf-8"))
 
 
 class _FlatDumper(yaml.SafeDumper):  # type: ignore[misc]  # PyYAML has no types

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import os
 import socket
 import sys
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from typing import NoReturn
 
 from voxlane.errors import ConfigError
@@ -97,15 +98,6 @@ async def _wait_for_parent(parent: int) -> None:
             continue
 
 
-def _run(main: Coroutine[None, None, None]) -> None:
-    try:
-        import uvloop
-    except ImportError:
-        asyncio.run(main)
-    else:
-        uvloop.run(main)
-
-
 def main(argv: Sequence[str] | None = None, *, program: str = "python -m voxlane.testing") -> None:
     """Serve until interrupted, or until the parent exits; `program` is the name of the command in usage errors."""
     arguments = _parse_arguments(argv, program)
@@ -114,8 +106,13 @@ def main(argv: Sequence[str] | None = None, *, program: str = "python -m voxlane
         import google_crc32c  # noqa: F401
     except ImportError as error:
         raise SystemExit(f"The emulator needs {error.name}: pip install 'voxlane[testing]'") from None
+    run: Callable[[Coroutine[None, None, None]], None] = asyncio.run
+    with contextlib.suppress(ImportError):
+        import uvloop
+
+        run = uvloop.run
     try:
-        _run(_serve(arguments))
+        run(_serve(arguments))
     except KeyboardInterrupt:
         pass
     except (OSError, OverflowError) as error:

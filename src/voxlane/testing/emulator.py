@@ -7,9 +7,10 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from http.client import HTTPConnection
+from itertools import accumulate, groupby
 from pathlib import Path
 from typing import Any, Self
 from urllib.parse import urlencode
@@ -145,10 +146,12 @@ class Emulator:
         self.put_many(bucket, {key: data})
 
     def put_many(self, bucket: str, contents: Mapping[str, bytes]) -> None:
-        """Store objects by key, in as few requests as possible."""
-        for group in _group_keys(contents):
-            header = json.dumps([[key, len(contents[key])] for key in group]).encode()
-            body = b"".join([header, b"\n", *map(contents.__getitem__, group)])
+        """Store objects by key, with one request per 64 MiB."""
+        ends = accumulate(map(len, contents.values()))
+        for _, group in groupby(zip(contents, ends, strict=True), lambda item: item[1] // _SEND_BYTES):
+            keys = [key for key, _ in group]
+            header = json.dumps([[key, len(contents[key])] for key in keys]).encode()
+            body = b"".join([header, b"\n", *map(contents.__getitem__, keys)])
             self._request("POST", "objects", body, bucket=bucket)
 
     def get(self, bucket: str, key: str) -> bytes:
@@ -237,17 +240,3 @@ class Emulator:
             message = json.loads(data)["error"]["message"]
             raise KeyError(message) if response.status == 404 else EmulatorError(f"{method} {op}: {message}")
         return data
-
-
-def _group_keys(contents: Mapping[str, bytes]) -> Iterator[list[str]]:
-    """Yield keys in groups whose contents fit into one request."""
-    group: list[str] = []
-    size = 0
-    for key, data in contents.items():
-        if group and size + len(data) > _SEND_BYTES:
-            yield group
-            group, size = [], 0
-        group.append(key)
-        size += len(data)
-    if group:
-        yield group

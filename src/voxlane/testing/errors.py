@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 _REASONS = {
-    304: "notModified",
     400: "invalid",
     403: "forbidden",
     404: "notFound",

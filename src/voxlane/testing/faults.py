@@ -96,8 +96,6 @@ class Link:
     that is slower for another reason leaves its share to the others.
     """
 
-    __slots__ = ("_bytes_per_s", "_clock", "_free_s", "_senders")
-
     def __init__(self, bytes_per_s: float, clock: Clock = time.monotonic) -> None:
         self._bytes_per_s = bytes_per_s
         self._clock = clock
@@ -126,8 +124,6 @@ class Link:
 
 class Quota:
     """A limited rate of requests; unused quota is kept for one second, and for at least one request."""
-
-    __slots__ = ("_capacity", "_clock", "_left", "_rate", "_then_s")
 
     def __init__(self, requests_per_s: float, clock: Clock = time.monotonic) -> None:
         self._rate = requests_per_s
@@ -171,7 +167,6 @@ class FaultInjector:
 
     def __init__(self, faults: Faults) -> None:
         self.faults = faults
-        self._failures_left = faults.fail_next
         self._failed = 0
         self._has_chance = faults.jitter_s > 0 or any(getattr(faults, name) > 0 for name in _RATES)
         self._request_counts: dict[tuple[str, str, str, str], int] = {}
@@ -182,7 +177,7 @@ class FaultInjector:
             link=Link(faults.total_bandwidth_bytes_per_s) if faults.total_bandwidth_bytes_per_s else None,
         )
         harmless = self._base_decision == NO_FAULT and self._quota is None
-        self._idle = harmless and not self._has_chance and not self._failures_left
+        self._idle = harmless and not self._has_chance and not faults.fail_next
 
     def decide(self, kind: Kind, bucket: str, key: str, detail: str) -> FaultDecision:
         """Return the faults of a request; ``detail``, such as a range, distinguishes requests for one key."""
@@ -195,10 +190,9 @@ class FaultInjector:
             return NO_FAULT
         if self._quota is not None and not self._quota.try_acquire():
             return self._base_decision._replace(throttled=True)
-        if self._failures_left:
-            self._failures_left -= 1
+        if self._failed < faults.fail_next:
+            status = faults.error_statuses[self._failed % len(faults.error_statuses)]
             self._failed += 1
-            status = faults.error_statuses[(self._failed - 1) % len(faults.error_statuses)]
             return self._base_decision._replace(error_status=status)
         if not self._has_chance:
             return self._base_decision

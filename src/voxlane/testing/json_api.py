@@ -175,9 +175,9 @@ class JsonApi:
             raise errors.invalid(message)
         sources: list[StoredObject] = []
         for ref in source_refs:
-            source = bucket.require(str(ref.get("name", "")), _parse_json_number(ref.get("generation")))
+            source = bucket.require(str(ref.get("name", "")), parse_number(ref.get("generation")))
             match = (ref.get("objectPreconditions") or {}).get("ifGenerationMatch")
-            Preconditions(generation=_parse_json_number(match)).check_read(source, "")
+            Preconditions(generation=parse_number(match)).check_read(source, "")
             sources.append(source)
         _check_write(request, bucket.find(request.key))
         stored = StoredObject(
@@ -407,11 +407,6 @@ def _check_write(request: ApiRequest, stored: StoredObject | None) -> None:
 
 
 # Parsing requests
-
-
-def _parse_json_number(value: str | int | None) -> int | None:
-    """Parse a number of a JSON document, which clients write as a string, a number or null."""
-    return None if value is None else parse_number(str(value))
 
 
 def _parse_fields(fields: str) -> tuple[set[str] | None, tuple[str, ...] | None]:

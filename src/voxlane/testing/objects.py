@@ -121,15 +121,6 @@ class SyntheticFill:
         return StoredObject(key, body, md5, self.generation, self.etag(key), has_crc32c=self.size == 0)
 
 
-class Part(NamedTuple):
-    """An uploaded part."""
-
-    body: Body
-    etag: str
-    md5: bytes | None
-    created_s: float
-
-
 @dataclass(slots=True)
 class Upload:
     """A multipart upload that is neither completed nor aborted."""
@@ -139,7 +130,8 @@ class Upload:
     metadata: dict[str, str]
     upload_id: str = field(default_factory=lambda: secrets.token_urlsafe(24))
     started_s: float = field(default_factory=time.time)
-    parts: dict[int, Part] = field(default_factory=dict)
+    parts: dict[int, StoredObject] = field(default_factory=dict)
+    """Uploaded parts by number; each is like an object with the key of the upload."""
 
 
 class Bucket:
@@ -152,9 +144,6 @@ class Bucket:
         self._objects: dict[str, StoredObject | SyntheticFill] = {}
         self._keys: list[str] = []
         self._unsorted: list[str] = []
-
-    def __len__(self) -> int:
-        return len(self._objects)
 
     def find(self, key: str) -> StoredObject | None:
         """Return the object, or None. An object of a fill is built for each call: change it through :meth:`put`."""
@@ -231,7 +220,7 @@ class ObjectStore:
 
     def delete(self, bucket: str) -> None:
         """Remove a bucket; raise BucketNotEmpty if it has objects."""
-        if len(self.require(bucket)):
+        if self.require(bucket).keys():
             raise errors.RequestError(409, "BucketNotEmpty", "The bucket you tried to delete is not empty.")
         del self.buckets[bucket]
 
@@ -248,7 +237,7 @@ class ObjectStore:
             raise errors.invalid("The upload lists no parts", "MalformedXML")
         if [number for number, _ in listed] != sorted({number for number, _ in listed}):
             raise errors.invalid("The list of parts was not in ascending order", "InvalidPartOrder")
-        parts: list[Part] = []
+        parts: list[StoredObject] = []
         for number, etag in listed:
             part = upload.parts.get(number)
             if part is None or etag.strip('"') != part.etag.strip('"'):

@@ -67,11 +67,13 @@ class ApiRequest:
         return self._md5
 
 
-def parse_number(text: str | None) -> int | None:
-    """Parse a decimal number; None if it is absent, 400 if it is no number."""
-    if text and not text.isdecimal():
-        raise RequestError(400, "InvalidArgument", f"Not a number: {text}")
-    return int(text) if text else None
+def parse_number(value: str | int | None) -> int | None:
+    """Parse a decimal number, which is text or already a number in JSON; None if it is absent, 400 if it is neither."""
+    if value is None or value == "":
+        return None
+    if not str(value).isdecimal():
+        raise RequestError(400, "InvalidArgument", f"Not a number: {value}")
+    return int(value)
 
 
 def parse_request(method: str, target: str, headers: Mapping[str, str]) -> ApiRequest:

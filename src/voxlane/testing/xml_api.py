@@ -9,20 +9,19 @@ from __future__ import annotations
 import base64
 import re
 import xml.etree.ElementTree as ElementTree
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 from urllib.parse import quote, unquote
 from xml.sax.saxutils import escape
 
 from voxlane.testing import errors
-from voxlane.testing.bodies import Blob, Body
+from voxlane.testing.bodies import Blob
 from voxlane.testing.errors import RequestError
 from voxlane.testing.listing import decode_token, encode_token, end_of_prefix, plan_page, successor
 from voxlane.testing.objects import (
     NO_PRECONDITIONS,
     Bucket,
     ObjectStore,
-    Part,
     Preconditions,
     StoredObject,
     SyntheticFill,
@@ -165,10 +164,10 @@ class XmlApi:
 
     def _do_delete_many(self, request: ApiRequest, bucket: Bucket) -> Response:
         root = _parse_body(request.body)
-        quiet = (_child(root, "Quiet") or "").lower() == "true"
+        quiet = root.findtext("{*}Quiet", "").lower() == "true"
         rows: list[str] = []
-        for element in _children(root, "Object"):
-            key = _child(element, "Key") or ""
+        for element in root.iterfind("{*}Object"):
+            key = element.findtext("{*}Key", "")
             if bucket.find(key) is not None:
                 bucket.remove(key)
             if not quiet:
@@ -225,7 +224,7 @@ class XmlApi:
         # GCS objects made of parts have no MD5, so their parts need none; it would take half of the server's time
         # during an upload.
         md5 = request.md5() if request.dialect == "s3" else None
-        part = self._add_part(upload.parts, request, Blob(request.body), md5)
+        part = self._add_part(upload, request, md5)
         return Response(200, f"ETag: {part.etag}\r\n")
 
     def _do_part_copy(self, request: ApiRequest, bucket: Bucket) -> Response:
@@ -233,27 +232,25 @@ class XmlApi:
         source = self._copy_source(request)
         range_header = request.headers.get("x-amz-copy-source-range") or request.headers.get("x-goog-copy-source-range")
         start, stop = parse_range(range_header, source.body.size) or (0, source.body.size)
-        data = b"".join(source.body.slices(start, stop))
-        request.body = data
-        part = self._add_part(upload.parts, request, Blob(data), request.md5())
+        request.body = b"".join(source.body.slices(start, stop))
+        part = self._add_part(upload, request, request.md5())
         content = _elements(LastModified=format_iso_date(part.created_s), ETag=part.etag)
         return build_xml_response("CopyPartResult", content, request.dialect)
 
-    def _add_part(self, parts: dict[int, Part], request: ApiRequest, body: Body, md5: bytes | None) -> Part:
+    def _add_part(self, upload: Upload, request: ApiRequest, md5: bytes | None) -> StoredObject:
         number = request.number("partNumber")
         if number is None or not 1 <= number <= 10_000:
             raise errors.invalid("Part number must be an integer between 1 and 10000, inclusive")
-        generation = self._objects.next_generation()
-        etag = f'"{md5.hex()}"' if md5 is not None else f'"part-{generation:x}"'
-        part = parts[number] = Part(body, etag, md5, generation / 1e6)
+        part = StoredObject(request.key, Blob(request.body), md5, self._objects.next_generation())
+        upload.parts[number] = part
         return part
 
     def _do_complete(self, request: ApiRequest, bucket: Bucket) -> Response:
         upload = bucket.require_upload(request.param("uploadId"), request.key)
         _check_write(request, bucket.find(request.key))
         listed = [
-            (int(_child(element, "PartNumber") or 0), _child(element, "ETag") or "")
-            for element in _children(_parse_body(request.body), "Part")
+            (int(element.findtext("{*}PartNumber") or 0), element.findtext("{*}ETag", ""))
+            for element in _parse_body(request.body).iterfind("{*}Part")
         ]
         stored = self._objects.finish_upload(bucket, upload, listed, s3_etag=request.dialect == "s3")
         head = build_version_headers(stored, request.dialect)
@@ -366,19 +363,11 @@ def _parse_metadata(request: ApiRequest) -> dict[str, str]:
 
 
 def _parse_body(body: bytes) -> ElementTree.Element:
+    """Parse an XML document. Find its elements as ``{*}Name``, because only some clients use a namespace."""
     try:
         return ElementTree.fromstring(body)
     except ElementTree.ParseError:
         raise errors.invalid("The XML you provided was not well-formed", "MalformedXML") from None
-
-
-def _children(root: ElementTree.Element, name: str) -> Iterable[ElementTree.Element]:
-    # Some clients use a namespace and some do not, so only the local name is compared.
-    return (element for element in root if element.tag.rpartition("}")[2] == name)
-
-
-def _child(root: ElementTree.Element, name: str) -> str | None:
-    return next((element.text for element in _children(root, name)), None)
 
 
 # Building responses

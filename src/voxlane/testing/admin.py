@@ -97,7 +97,7 @@ class Admin:
             {
                 "upload_id": upload.upload_id,
                 "key": upload.key,
-                "parts": {number: part.body.size for number, part in upload.parts.items()},
+                "parts": [(number, part.body.size) for number, part in upload.parts.items()],
             }
             for upload in self._objects.require(bucket).uploads.values()
         ]

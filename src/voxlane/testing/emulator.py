@@ -192,9 +192,7 @@ class Emulator:
     def uploads(self, bucket: str) -> list[OpenUpload]:
         """Return the open multipart uploads of a bucket, oldest first."""
         uploads = json.loads(self._request("GET", "uploads", bucket=bucket))
-        for upload in uploads:
-            upload["parts"] = {int(number): size for number, size in upload["parts"].items()}
-        return [OpenUpload(**upload) for upload in uploads]
+        return [OpenUpload(upload["upload_id"], upload["key"], dict(upload["parts"])) for upload in uploads]
 
     def wipe(self) -> None:
         """Remove all buckets and objects, but keep faults, access settings and counters."""

@@ -243,8 +243,7 @@ class JsonApi:
             # A client that resumes may repeat bytes that were already received.
             data += request.body[len(data) - int(first) :]
         if total == "*" or int(total) > len(data):
-            received = f"Range: bytes=0-{len(data) - 1}\r\n" if data else ""
-            return Response(308, received)
+            return Response(308, f"Range: bytes=0-{len(data) - 1}\r\n" if data else "")
         response = self._store(resumable, bytes(data), hashlib.md5(data).digest())
         del self._resumables[upload_id]
         return response

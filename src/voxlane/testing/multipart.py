@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 
 from voxlane.testing import errors
 from voxlane.testing.request_parsing import ApiRequest, parse_request
-from voxlane.testing.responses import Response
+from voxlane.testing.responses import Chunk, Response
 
 _BATCH_BOUNDARY = "batch_emulator"
 
@@ -75,12 +75,10 @@ def split_batch(batch: ApiRequest) -> list[tuple[str, ApiRequest]]:
 
 def build_batch_response(responses: list[tuple[str, Response]]) -> Response:
     """Build the response to a batch from (content id, response) of each request, in order."""
-    pieces: list[bytes] = []
+    pieces: list[Chunk] = []
     for content_id, response in responses:
-        response_id = f"<response-{content_id.strip('<>')}>" if content_id else ""
-        pieces.append(f"--{_BATCH_BOUNDARY}\r\nContent-Type: application/http\r\n".encode())
-        pieces.append(f"Content-ID: {response_id}\r\n\r\n".encode() if response_id else b"\r\n")
-        pieces.append(response.encode_head(keep_alive=True))
-        pieces.append(b"".join(response.chunks) + b"\r\n")
+        response_id = f"Content-ID: <response-{content_id.strip('<>')}>\r\n" if content_id else ""
+        pieces.append(f"--{_BATCH_BOUNDARY}\r\nContent-Type: application/http\r\n{response_id}\r\n".encode())
+        pieces += [response.encode_head(keep_alive=True), *response.chunks, b"\r\n"]
     pieces.append(f"--{_BATCH_BOUNDARY}--\r\n".encode())
     return Response(200, f"Content-Type: multipart/mixed; boundary={_BATCH_BOUNDARY}\r\n", [b"".join(pieces)])

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from voxlane.bench import report
-from voxlane.model.mlperf_unet import UNet3D
+from voxlane.model.networks import UNet3D
 from voxlane.model.sliding_window import predict_windows
 
 LAST = torch.channels_last_3d

@@ -23,7 +23,7 @@ from voxlane.bench.step.profile import GROUPS, Kernel, count_work, find_own_grou
 from voxlane.bench.step.settings import VARIANTS, StepSettings
 from voxlane.bench.step.variants import NnunetLoss, mlperf_loss
 from voxlane.cli.main import main
-from voxlane.model import kernels, mlperf_unet
+from voxlane.model import kernels, networks
 from voxlane.model.loss import DiceCE, head_weights
 
 FEW = (2, 2, 2, 2, 2, 2)
@@ -34,7 +34,7 @@ CPU = torch.device("cpu")
 @pytest.fixture
 def narrow(monkeypatch: pytest.MonkeyPatch) -> None:
     """Use networks of the same depth with few channels, and our modules for nnU-Net's network."""
-    monkeypatch.setattr(mlperf_unet, "FEATURES", FEW)
+    monkeypatch.setattr(networks, "MLPERF_FEATURES", FEW)
     shape = step_variants.Topology(features=FEW)
     monkeypatch.setattr(step_variants, "Topology", lambda: shape)
     monkeypatch.setattr(step_variants, "nnunet_network", lambda *_: None)
@@ -372,8 +372,8 @@ class TorchAlone(importlib.machinery.PathFinder):
 
 torch_needs = {"typing_extensions", "sympy", "mpmath", "networkx", "jinja2", "markupsafe", "filelock", "fsspec"}
 sys.meta_path[:] = [TorchAlone if f is importlib.machinery.PathFinder else f for f in sys.meta_path]
-from voxlane.model import mlperf_unet
-mlperf_unet.FEATURES = (2,) * 6
+from voxlane.model import networks
+networks.MLPERF_FEATURES = (2,) * 6
 sys.argv[0] = "voxlane"
 module = sys.argv.pop(1)
 runpy.run_module(module, run_name="__main__")

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from voxlane.errors import ConfigError, RunError
 from voxlane.model import sliding_window
+from voxlane.model.networks import UNet
 from voxlane.model.sliding_window import (
     WindowGrid,
     predict_slabs,
@@ -24,7 +25,6 @@ from voxlane.model.sliding_window import (
     to_mask,
     window_starts,
 )
-from voxlane.model.unet import UNet
 from voxlane.volume.description import Description
 from voxlane.volume.plan import Network, Triple
 

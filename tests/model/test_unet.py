@@ -15,9 +15,8 @@ from torch import Tensor, nn
 from voxlane.errors import ConfigError
 from voxlane.model import networks, norm
 from voxlane.model.kernels import support
-from voxlane.model.mlperf_unet import UNet3D
+from voxlane.model.networks import SLOPE, UNet, UNet3D
 from voxlane.model.norm import InstanceNormAct, make_norm_and_act
-from voxlane.model.unet import SLOPE, UNet
 from voxlane.volume.plan import Network
 
 SMALL = Network(
@@ -202,8 +201,8 @@ def test_unsupported_gpu_is_reported_once(monkeypatch: pytest.MonkeyPatch, caplo
 def test_networks_and_loss_need_only_torch() -> None:
     code = (
         "import sys; sys.modules |= dict.fromkeys(('pydantic', 'numpy', 'triton'));"
-        "from voxlane.model import unet, loss, mlperf_unet;"
-        "mlperf_unet.make_conv_pair(1, 2, 1); loss.DiceCE(False, target_values=[(1,)])"
+        "from voxlane.model import loss, networks;"
+        "networks.make_stage(1, 2, 1, (3, 3, 3), (1, 1, 1)); loss.DiceCE(False, target_values=[(1,)])"
     )
     process = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, check=False)
     assert process.returncode == 0, process.stderr

@@ -1,16 +1,25 @@
-"""Construction of the network that a plan specifies."""
+"""The networks that a plan can specify: nnU-Net's plain convolutional U-Net and the U-Net3D of MLPerf Training."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import functools
+import itertools
+import math
+from typing import TYPE_CHECKING, Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from voxlane.errors import ConfigError
-from voxlane.model import mlperf_unet, unet
+from voxlane.model.layers import ConvStage, FinalConv, UpConv
+from voxlane.model.norm import make_norm_and_act
 
-if TYPE_CHECKING:
-    from voxlane.volume.plan import Network, Triple
+if TYPE_CHECKING:  # networks can be built without the dependencies of a plan
+    from voxlane.volume.plan import Network, Norm, Triple
+
+SLOPE = 0.01
+"""Slope of nnU-Net's leaky ReLU below zero."""
+MLPERF_FEATURES = (32, 64, 128, 256, 320, 320)
+"""Channels of MLPerf's network at each resolution, finest first; the last is the bottleneck."""
 
 
 def build(
@@ -22,28 +31,173 @@ def build(
     fused: use our kernels where supported.
     """
     if network.kind == "mlperf":
-        return mlperf_unet.UNet3D(channels, outputs, fused=fused)
-    return unet.UNet(channels, outputs, network, deep_supervision=deep_supervision, fused=fused)
-
-
-def patch_divisors(network: Network) -> Triple:
-    """Return the numbers (z, y, x) that the sides of a patch must be multiples of."""
-    return mlperf_unet.DIVISORS if network.kind == "mlperf" else unet.patch_divisors(network.strides)
+        return UNet3D(channels, outputs, fused=fused)
+    return UNet(channels, outputs, network, deep_supervision=deep_supervision, fused=fused)
 
 
 def check_patch(network: Network, patch: Triple) -> None:
     """Raise ConfigError unless the network supports this patch: each side is a multiple of its divisor, and the
     coarsest resolution has more than one voxel, because instance norm would otherwise divide by zero."""
-    needed = patch_divisors(network)
-    for axis, size, divisor in zip("zyx", patch, needed, strict=True):
+    divisors = patch_divisors(network)
+    for axis, size, divisor in zip("zyx", patch, divisors, strict=True):
         if size < divisor or size % divisor:
             near = [n for n in (size // divisor * divisor, (size // divisor + 1) * divisor) if n]
             fix = f"Use {' or '.join(str(n) for n in near)}"
             raise ConfigError(
                 f"patch: {size} along {axis} is not a multiple of {divisor}, as the strides need", fix=fix
             )
-    if patch == needed:
+    if patch == divisors:
         raise ConfigError(
             f"patch: {list(patch)} leaves one voxel at the coarsest resolution",
             fix="Use a patch twice as large along one axis, or fewer strides",
         )
+
+
+def patch_divisors(network: Network) -> Triple:
+    """Return the numbers (z, y, x) that the sides of a patch must be multiples of: the products of the strides."""
+    strides = ((2, 2, 2),) * (len(MLPERF_FEATURES) - 1) if network.kind == "mlperf" else network.strides
+    z, y, x = (math.prod(stride[axis] for stride in strides) for axis in range(3))
+    return z, y, x
+
+
+class UNet(nn.Module):
+    """nnU-Net's network: convolutions with norm and leaky ReLU, strided downsampling, transposed upsampling and
+    concatenated skips.
+
+    Input (batch, channels, z, y, x), each side a multiple of the product of the network's strides along it. The output
+    in training mode with deep supervision is a list of logits from the finest resolution to the coarsest; otherwise one
+    tensor of logits at the input's resolution.
+
+    nnU-Net also has a head at the coarsest decoder resolution, with weight zero. It is omitted here, which trains the
+    same network and leaves no parameter without a gradient, for which distributed training would wait.
+
+    fused: compute instance norm and leaky ReLU by one kernel where supported, with the same parameters and results.
+    """
+
+    def __init__(
+        self, channels: int, outputs: int, network: Network, *, deep_supervision: bool = True, fused: bool = True
+    ) -> None:
+        super().__init__()
+        self.deep_supervision = deep_supervision
+        features, kernels, strides = network.features, network.kernels, network.strides
+        entering = (channels, *features[:-1])
+        self.down = nn.ModuleList(
+            make_stage(before, after, network.convs, kernel, stride, network.norm, fused)
+            for before, after, kernel, stride in zip(entering, features, kernels, strides, strict=True)
+        )
+        # Coarse to fine, in the order of computation.
+        decoder_levels = range(len(features) - 2, -1, -1)
+        self.up = nn.ModuleList(
+            UpConv(features[i + 1], features[i], strides[i + 1], fused=fused) for i in decoder_levels
+        )
+        self.merge = nn.ModuleList(
+            make_stage(2 * features[i], features[i], network.convs, kernels[i], (1, 1, 1), network.norm, fused)
+            for i in decoder_levels
+        )
+        # Finest first, so that heads.0 makes predictions whether or not the others exist.
+        supervised = max(1, len(features) - 2) if deep_supervision else 1
+        self.heads = nn.ModuleList(FinalConv(features[i], outputs, fused=fused) for i in range(supervised))
+        self.apply(init_weights)
+        self.register_load_state_dict_pre_hook(drop_missing_heads)  # type: ignore[no-untyped-call]
+
+    def forward(self, x_BCDHW: Tensor) -> Tensor | list[Tensor]:  # noqa: N803
+        """Return logits; see the class."""
+        x = x_BCDHW
+        skips: list[Tensor] = []
+        for down in self.down:
+            x = down(x)
+            skips.append(x)
+        skips.pop()
+        all_heads = self.training and self.deep_supervision
+        logits: list[Tensor] = []
+        for up, merge in zip(self.up, self.merge, strict=True):
+            level = len(skips) - 1
+            x = merge(up(x), skips.pop())
+            if level == 0 or (all_heads and level < len(self.heads)):
+                logits.append(self.heads[level](x))
+        return logits[::-1] if all_heads else logits[-1]
+
+
+class UNet3D(nn.Module):
+    """The network of MLPerf Training (image segmentation, KiTS19): two 3-cubed convolutions with instance norm and
+    ReLU at each of six resolutions, halving by stride, doubling by 2-cubed transposed convolutions, concatenated skips,
+    and PyTorch's initial weights.
+
+    Input (batch, channels, z, y, x), each side a multiple of 32; output logits at the input's resolution, in training
+    too. With one channel and three outputs it has 31,190,243 parameters: convolutions before a norm have no bias, but
+    the transposed ones and the last one have.
+
+    fused: compute norm and ReLU by one kernel where supported, with the same parameters and results.
+    """
+
+    def __init__(self, channels: int, outputs: int, *, fused: bool = True) -> None:
+        super().__init__()
+        steps = list(itertools.pairwise(MLPERF_FEATURES))
+        stage = functools.partial(make_stage, convs=2, kernel=(3, 3, 3), fused=fused, bias=False, slope=0.0)
+        self.enter = stage(channels, MLPERF_FEATURES[0], stride=(1, 1, 1))
+        self.down = nn.ModuleList(stage(fine, coarse, stride=(2, 2, 2)) for fine, coarse in steps)
+        self.up = nn.ModuleList(UpConv(coarse, fine, 2, fused=fused) for fine, coarse in reversed(steps))
+        self.merge = nn.ModuleList(stage(2 * fine, fine, stride=(1, 1, 1)) for fine, _ in reversed(steps))
+        self.head = FinalConv(MLPERF_FEATURES[0], outputs, fused=fused)
+
+    def forward(self, x_BCDHW: Tensor) -> Tensor:  # noqa: N803
+        """Return logits."""
+        x = self.enter(x_BCDHW)
+        skips: list[Tensor] = []
+        for down in self.down:
+            skips.append(x)
+            x = down(x)
+        for up, merge in zip(self.up, self.merge, strict=True):
+            x = merge(up(x), skips.pop())
+        logits: Tensor = self.head(x)
+        return logits
+
+
+def make_stage(
+    before: int,
+    after: int,
+    convs: int,
+    kernel: Triple,
+    stride: Triple,
+    norm: Norm = "instance",
+    fused: bool = True,
+    *,
+    bias: bool = True,
+    slope: float = SLOPE,
+) -> ConvStage:
+    """Build the convolutions of one resolution, the first with the stride."""
+    layers: list[nn.Module] = []
+    padding = (kernel[0] // 2, kernel[1] // 2, kernel[2] // 2)
+    for i in range(convs):
+        layers += [
+            nn.Conv3d(before if i == 0 else after, after, kernel, stride if i == 0 else 1, padding, bias=bias),
+            *make_norm_and_act(make_norm(norm, after), slope, fused=fused),
+        ]
+    return ConvStage(*layers)
+
+
+def make_norm(norm: Norm, features: int) -> nn.Module:
+    """Build the normalisation of `features` channels."""
+    if norm == "batch":
+        return nn.BatchNorm3d(features)
+    if norm == "group":
+        groups = max(1, features // 8)
+        return nn.GroupNorm(math.gcd(groups, features), features)
+    return nn.InstanceNorm3d(features, affine=True)
+
+
+def init_weights(module: nn.Module) -> None:
+    """Initialise convolutions with He-normal weights for a leaky ReLU and zero biases, as in nnU-Net."""
+    if isinstance(module, nn.Conv3d | nn.ConvTranspose3d):
+        nn.init.kaiming_normal_(module.weight, a=SLOPE)
+        if module.bias is not None:
+            nn.init.zeros_(module.bias)
+
+
+def drop_missing_heads(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    """Let a network without deep supervision load the weights of a network trained with it."""
+    assert isinstance(module, UNet)
+    if not module.deep_supervision:
+        own = tuple(f"{prefix}heads.{i}." for i in range(len(module.heads)))
+        for key in [key for key in state if key.startswith(f"{prefix}heads.") and not key.startswith(own)]:
+            del state[key]

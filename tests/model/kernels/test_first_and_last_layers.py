@@ -16,7 +16,7 @@ from voxlane.model.kernels.final_conv import final_conv
 from voxlane.model.kernels.loss import dice_ce_sums
 from voxlane.model.kernels.norm import norm_act
 from voxlane.model.kernels.upconv import join_channels, upconv
-from voxlane.model.unet import UNet
+from voxlane.model.networks import UNet
 
 if TYPE_CHECKING:
     from voxlane.volume.plan import Network

@@ -15,8 +15,7 @@ from voxlane.bench.step.settings import Kind, StepSettings, VariantSpec
 from voxlane.model.cuda_graphs import RecordedStep
 from voxlane.model.kernels import support
 from voxlane.model.loss import SMOOTH, DiceCE, downsample_label, head_weights
-from voxlane.model.mlperf_unet import UNet3D
-from voxlane.model.unet import SLOPE, UNet
+from voxlane.model.networks import SLOPE, UNet, UNet3D
 
 if TYPE_CHECKING:
     from voxlane.volume.plan import Network

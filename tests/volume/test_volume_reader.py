@@ -81,7 +81,7 @@ def test_regions_match_slices_of_the_array(gcs: Bucket, data: st.DataObject) -> 
         leading_axes = len(case[name].shape) - 3
         padded = np.pad(case[name], [(0, 0)] * leading_axes + [(100, 100)] * 3, constant_values=7)
         expected = padded[(..., *(slice(a + 100, b + 100) for a, b in zip(low, high, strict=True)))]
-        np.testing.assert_array_equal(reader.read_padded(name, low, high, 7), expected)
+        np.testing.assert_array_equal(reader.read(name, low, high, fill=7), expected)
 
 
 @pytest.mark.parametrize("index_at", ["start", "end"])

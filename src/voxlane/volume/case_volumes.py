@@ -18,7 +18,7 @@ from voxlane.store import Store
 from voxlane.store.counters import Counters
 from voxlane.volume import normalise
 from voxlane.volume.grid import Grid
-from voxlane.volume.patch_sampling import Triple
+from voxlane.volume.plan import Triple
 from voxlane.volume.prepared_dataset import Prepared, PreparedCase, as_prefix, case_key
 from voxlane.volume.staged_dataset import StagedDataset
 from voxlane.volume.volume_reader import ReadTiming, VolumeCache, VolumeReader
@@ -67,8 +67,8 @@ class CaseVolume:
         """Read image (C, Z, Y, X) float32 and label (Z, Y, X) uint8 of a region. Where the region exceeds the volume,
         the image is zero and the label background."""
         stop = [a + n for a, n in zip(start, patch, strict=True)]
-        image = self._reader.start_padded("image", start, stop, 0)
-        label = self._reader.start_padded("label", start, stop, 0)
+        image = self._reader.start("image", start, stop, fill=0)
+        label = self._reader.start("label", start, stop, fill=0)
         image.wait()
         label.wait()
         with self._reader.shared.decoding:

@@ -14,7 +14,8 @@ import time
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import KW_ONLY, dataclass, fields, replace
+from dataclasses import KW_ONLY, dataclass, field, fields, replace
+from functools import partial
 from typing import Any, Generic, TypeVar
 
 import numpy as np
@@ -31,6 +32,7 @@ from voxlane.volume.zarr_array import MAX_GAP_BYTES, ArrayMeta, ChunkPart, Shape
 
 _V = TypeVar("_V")
 MIB = 1 << 20
+_MISSING = int(zarr_array.MISSING)
 _PREPARE_AGAIN = "Run `voxlane prepare` again"
 _READ_PROBLEMS: dict[type[Exception], str] = {
     ChangedError: "the object changed after the dataset was prepared",
@@ -90,17 +92,13 @@ class VolumeCache:
         self._timing = ReadTiming()
         self._chunks: _LruCache[memoryview] = _LruCache(self.memory_bytes)
         self._shards: _LruCache[_Shard] = _LruCache(self.index_bytes)
-        self._opening: dict[tuple[str, str | None], Future[_Shard]] = {}
-        self._codecs: dict[str, ChunkCodec] = {}
+        self._opening: dict[_Object, Future[_Shard]] = {}
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         self.decoding = threading.Semaphore(cores)
         """Limits the number of decoding threads to that of cores; more would only slow each other down."""
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {field.name: getattr(self, field.name) for field in fields(self)}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        VolumeCache.__init__(self, **state)
+    def __reduce__(self) -> tuple[Any, ...]:
+        return partial(VolumeCache, **{setting.name: getattr(self, setting.name) for setting in fields(self)}), ()
 
     def open(self, key_prefix: str, metadata: Mapping[str, Any]) -> VolumeReader:
         """Return a reader of the case below `key_prefix`, given the result of `write_case`; sends no request."""
@@ -123,12 +121,6 @@ class VolumeCache:
     def _count(self, **more: float) -> None:
         with self._lock:
             self._timing = replace(self._timing, **{k: getattr(self._timing, k) + v for k, v in more.items()})
-
-    def _codec(self, meta: ArrayMeta) -> ChunkCodec:
-        key = repr((meta.codecs, meta.dtype))
-        if key not in self._codecs:
-            self._codecs[key] = ChunkCodec(meta.codecs, meta.dtype)
-        return self._codecs[key]
 
     def _fetch(self, stored: _Object, span: Span, parts: Sequence[Span]) -> memoryview:
         """Fetch bytes of an object and store each of `parts` in the disk cache. Runs on the store's threads."""
@@ -164,16 +156,14 @@ class VolumeCache:
 
     def _open_shard_once(self, meta: ArrayMeta, stored: _Object) -> Future[_Shard]:
         """Return the object's index, or all of it if it is small; concurrent callers share one request."""
-        key = (stored.key, stored.etag)
         with self._lock:
-            if (shard := self._shards.get(key)) is not None:
+            if (shard := self._shards.get(stored)) is not None:
                 return _completed(shard)
-            if key not in self._opening:
-                self._opening[key] = self.store.submit(self._open_shard, meta, stored)
-            return self._opening[key]
+            if stored not in self._opening:
+                self._opening[stored] = self.store.submit(self._open_shard, meta, stored)
+            return self._opening[stored]
 
     def _open_shard(self, meta: ArrayMeta, stored: _Object) -> _Shard:
-        key = (stored.key, stored.etag)
         try:
             is_whole = not meta.shard or stored.size <= self.whole_bytes
             first = stored.size - meta.index_bytes if meta.index_at == "end" and not is_whole else 0
@@ -182,24 +172,11 @@ class VolumeCache:
             if body is None:
                 body = self._fetch(stored, span, [span])
             shard = _Shard.parse(meta, stored, body, is_whole, self.store.uri(stored.key))
-        except BaseException:
+            self._shards.put(stored, shard, shard.nbytes)
+            return shard
+        finally:
             with self._lock:
-                del self._opening[key]  # the next caller tries again
-            raise
-        with self._lock:
-            self._shards.put(key, shard, shard.nbytes)
-            del self._opening[key]
-        return shard
-
-    def _read_from_memory(self, stored: _Object, span: Span) -> memoryview | None:
-        with self._lock:
-            return self._chunks.get((stored.key, stored.etag, span.start))
-
-    def _cache(self, stored: _Object, span: Span, body: memoryview) -> None:
-        # A copy, because a slice would keep the whole response in memory.
-        copy = memoryview(bytes(body)) if span.size <= self._chunks.max_bytes else body
-        with self._lock:
-            self._chunks.put((stored.key, stored.etag, span.start), copy, span.size)
+                del self._opening[stored]  # after a failure the next caller tries again
 
 
 class VolumeReader:
@@ -216,9 +193,6 @@ class VolumeReader:
     def __reduce__(self) -> tuple[Any, ...]:
         return VolumeReader, (self.shared, self.key_prefix, self._metadata)
 
-    def __repr__(self) -> str:
-        return f"VolumeReader({self.shared.store.uri(self.key_prefix)!r})"
-
     def meta(self, array: str) -> ArrayMeta:
         """Return shape, type and encoding of an array: image, label or foreground."""
         if array not in self._arrays:
@@ -229,41 +203,34 @@ class VolumeReader:
             self._arrays[array] = ArrayMeta.from_metadata(self._metadata[array])
         return self._arrays[array]
 
-    def start(self, array: str, start: Sequence[int] | None = None, stop: Sequence[int] | None = None) -> PendingRead:
+    def start(
+        self,
+        array: str,
+        start: Sequence[int] | None = None,
+        stop: Sequence[int] | None = None,
+        *,
+        fill: float | None = None,
+    ) -> PendingRead:
         """Start reading `[start, stop)`, by default the whole array, and return before the bytes arrive. Bounds may
-        omit leading axes, which are then read completely: (z, y, x) is sufficient for an image."""
+        omit leading axes, which are then read completely: (z, y, x) is sufficient for an image. With `fill`, the region
+        may be partly or completely outside the array, where the result holds `fill`."""
         meta = self.meta(array)
-        first = _fill_in_bounds(start, [0] * len(meta.shape))
-        last = _fill_in_bounds(stop, list(meta.shape))
+        low = first = _fill_in_bounds(start, [0] * len(meta.shape))
+        high = last = _fill_in_bounds(stop, list(meta.shape))
+        if fill is not None:
+            low = [min(max(a, 0), n) for a, n in zip(first, meta.shape, strict=True)]
+            high = [max(a, min(b, n)) for a, b, n in zip(low, last, meta.shape, strict=True)]
         self.shared._enter_process()
-        pending = PendingRead(self.shared, meta, [b - a for a, b in zip(first, last, strict=True)])
-        for position, chunk_parts in zarr_array.plan_region(meta, first, last).items():
+        shape = tuple(b - a for a, b in zip(first, last, strict=True))
+        inside = tuple(slice(a - s, b - s) for a, b, s in zip(low, high, first, strict=True))
+        pending = PendingRead(self.shared, meta, shape, inside, None if (low, high) == (first, last) else fill)
+        for position, chunk_parts in zarr_array.plan_region(meta, low, high).items():
             pending._request_object(self._object(array, position), chunk_parts)
         return pending
 
-    def read(
-        self, array: str, start: Sequence[int] | None = None, stop: Sequence[int] | None = None
-    ) -> npt.NDArray[Any]:
-        """Read the voxels `[start, stop)`; see `start`."""
-        return self.start(array, start, stop).result()
-
-    def start_padded(self, array: str, start: Sequence[int], stop: Sequence[int], fill: float) -> PendingRead:
-        """Like `start`, for a region that may be partly or completely outside the array, where it holds `fill`."""
-        meta = self.meta(array)
-        lead = len(meta.shape) - len(start)
-        shape = meta.shape[lead:]
-        low = [min(max(a, 0), n) for a, n in zip(start, shape, strict=True)]
-        high = [max(a, min(b, n)) for a, b, n in zip(low, stop, shape, strict=True)]
-        pending = self.start(array, low, high)
-        outer = (*meta.shape[:lead], *(b - a for a, b in zip(start, stop, strict=True)))
-        if tuple(pending.shape) != outer:
-            inside = tuple(slice(a - s, b - s) for a, b, s in zip(low, high, start, strict=True))
-            pending._frame = (outer, (*[slice(None)] * lead, *inside), fill)
-        return pending
-
-    def read_padded(self, array: str, start: Sequence[int], stop: Sequence[int], fill: float) -> npt.NDArray[Any]:
-        """Read the voxels `[start, stop)`, with `fill` outside the array."""
-        return self.start_padded(array, start, stop, fill).result()
+    def read(self, array: str, *bounds: Sequence[int], fill: float | None = None) -> npt.NDArray[Any]:
+        """Read the voxels `[start, stop)`; the arguments are those of `start`."""
+        return self.start(array, *bounds, fill=fill).result()
 
     def _object(self, array: str, position: Shape) -> _Object | None:
         """Return the object at a position, or None if it was not written because it holds only the fill value."""
@@ -275,16 +242,19 @@ class VolumeReader:
         return self._objects.get(f"{array}/{zarr_array.object_name(position)}")
 
 
+@dataclass(eq=False)
 class PendingRead:
     """A region being read. `result` may be called once, from any thread."""
 
-    def __init__(self, shared: VolumeCache, meta: ArrayMeta, shape: Sequence[int]) -> None:
-        self.shape = tuple(shape)
-        self._shared = shared
-        self._meta = meta
-        self._frame: tuple[Shape, tuple[slice, ...], float] | None = None
-        self._fills: list[ChunkPart] = []
-        self._requests: list[Future[list[_Response]]] = []
+    shared: VolumeCache
+    meta: ArrayMeta
+    shape: Shape
+    inside: tuple[slice, ...]
+    """Slices of the region that are in the array."""
+    fill: float | None
+    """Value of the rest of the region; None if there is no rest."""
+    _fills: list[ChunkPart] = field(default_factory=list)
+    _requests: list[Future[list[_Response]]] = field(default_factory=list)
 
     def wait(self) -> None:
         """Wait until all bytes have arrived or failed; `result` raises the failure."""
@@ -293,18 +263,15 @@ class PendingRead:
             if future.exception() is None:
                 for response in future.result():
                     response.body.exception()
-        self._shared._count(wait_s=time.perf_counter() - began)
+        self.shared._count(wait_s=time.perf_counter() - began)
 
     def result(self) -> npt.NDArray[Any]:
         """Wait for the bytes, decode them on this thread, and return a new array."""
-        shared, meta = self._shared, self._meta
-        out = np.empty(self.shape, meta.dtype)
-        values = out
-        if self._frame is not None:
-            outer, inside, fill = self._frame
-            values = np.full(outer, fill, meta.dtype)
-            out = values[inside]
-        codec = shared._codec(meta)
+        shared, meta = self.shared, self.meta
+        empty = self.fill is None
+        values = np.empty(self.shape, meta.dtype) if empty else np.full(self.shape, self.fill, meta.dtype)
+        out = values[self.inside]
+        codec = ChunkCodec(meta.codecs, meta.dtype)
         scratch = codec.empty(meta.chunk)
         wait_s = decode_s = 0.0
         mark = time.perf_counter()
@@ -325,8 +292,10 @@ class PendingRead:
                             fix="Prepare the case again",
                         ) from None
                     out[chunk_part.target] = scratch[chunk_part.source]
-                    if response.cacheable:
-                        shared._cache(response.stored, chunk_span, stored)
+                    if response.cacheable and chunk_span.size <= shared.memory_bytes:
+                        # A copy, because a slice would keep the whole response in memory.
+                        copy = memoryview(bytes(stored))
+                        shared._chunks.put((response.stored, chunk_span.start), copy, chunk_span.size)
                 mark = time.perf_counter()
                 decode_s += mark - now
         for chunk_part in self._fills:  # complete once every request is answered
@@ -348,14 +317,14 @@ class PendingRead:
             except BaseException as error:  # noqa: BLE001 - a thread boundary: `result` raises the error
                 future.set_exception(error)
 
-        self._shared._open_shard_once(self._meta, stored).add_done_callback(ask)
+        self.shared._open_shard_once(self.meta, stored).add_done_callback(ask)
 
     def _request_chunks(self, stored: _Object, shard: _Shard, chunk_parts: list[ChunkPart]) -> list[_Response]:
         """Send requests for the chunks that no cache has."""
-        shared = self._shared
+        shared = self.shared
         stored_parts: list[tuple[Span, ChunkPart]] = []
-        for chunk_span, chunk_part in zip(shard.chunk_spans(chunk_parts), chunk_parts, strict=True):
-            if chunk_span is None:
+        for chunk_part in chunk_parts:
+            if (chunk_span := shard.find_chunk(chunk_part.number)) is None:
                 self._fills.append(chunk_part)
             else:
                 stored_parts.append((chunk_span, chunk_part))
@@ -365,7 +334,7 @@ class PendingRead:
         uncached: list[tuple[Span, ChunkPart]] = []
         hits = {"memory_hits": 0, "disk_hits": 0}
         for chunk_span, chunk_part in stored_parts:
-            in_memory = shared._read_from_memory(stored, chunk_span)
+            in_memory = shared._chunks.get((stored, chunk_span.start))
             body = shared._read_from_disk(stored, chunk_span) if in_memory is None else in_memory
             if body is None:
                 uncached.append((chunk_span, chunk_part))
@@ -414,7 +383,9 @@ class _Response:
 class _Shard:
     """Index of an object, and its content if it was read whole."""
 
-    index: npt.NDArray[np.uint64]
+    index: memoryview
+    """First byte and size of each chunk, one after another. Not an array: while the store's threads were active,
+    indexing by numpy took 5 ms per call in a profile, probably because it had to wait for the GIL."""
     body: memoryview | None
 
     @property
@@ -425,50 +396,43 @@ class _Shard:
     @classmethod
     def parse(cls, meta: ArrayMeta, stored: _Object, body: memoryview, is_whole: bool, uri: str) -> _Shard:
         """Parse the whole object or only its index."""
-        if not meta.shard:
-            return cls(np.array([[0, stored.size]], "<u8"), body)
-        raw = body
-        if is_whole:
-            raw = body[-meta.index_bytes :] if meta.index_at == "end" else body[: meta.index_bytes]
-        return cls(zarr_array.parse_index(meta, raw, stored.size, checksum(raw[:-4]), uri), body if is_whole else None)
+        index = np.array([[0, stored.size]], "<u8")
+        if meta.shard:
+            raw = body
+            if is_whole:
+                raw = body[-meta.index_bytes :] if meta.index_at == "end" else body[: meta.index_bytes]
+            index = zarr_array.parse_index(meta, raw, stored.size, checksum(raw[:-4]), uri)
+        return cls(index.data.cast("B").cast("Q"), body if is_whole else None)
 
-    def chunk_spans(self, chunk_parts: Sequence[ChunkPart]) -> list[Span | None]:
-        """Return the chunks' positions in the object; None for chunks that are not stored."""
-        # Plain lookups: while the store's threads were active, indexing by numpy took 5 ms per call in a profile,
-        # probably because it had to wait for the GIL.
-        cells, missing = self.index.data.cast("B").cast("Q"), int(zarr_array.MISSING)
-        spans: list[Span | None] = []
-        for chunk_part in chunk_parts:
-            first = cells[2 * chunk_part.number]
-            spans.append(None if first == missing else Span(first, first + cells[2 * chunk_part.number + 1]))
-        return spans
+    def find_chunk(self, number: int) -> Span | None:
+        """Return the position of a chunk in the object, or None if it is not stored."""
+        first, size = self.index[2 * number], self.index[2 * number + 1]
+        return None if first == _MISSING else Span(first, first + size)
 
 
 class _LruCache(Generic[_V]):
-    """A bounded mapping that drops the least recently used items. The owner must hold a lock."""
+    """A bounded mapping that drops the least recently used items. Thread-safe."""
 
     def __init__(self, max_bytes: int) -> None:
-        self.max_bytes = max_bytes
-        self.used_bytes = 0
+        self.max_bytes, self.used_bytes = max_bytes, 0
         self._items: OrderedDict[Any, tuple[_V, int]] = OrderedDict()
+        self._lock = threading.Lock()
 
     def get(self, key: Any) -> _V | None:
-        entry = self._items.get(key)
-        if entry is None:
-            return None
-        self._items.move_to_end(key)
-        return entry[0]
+        with self._lock:
+            if key not in self._items:
+                return None
+            self._items.move_to_end(key)
+            return self._items[key][0]
 
     def put(self, key: Any, value: _V, size: int) -> None:
         if size > self.max_bytes:
             return
-        if (old := self._items.pop(key, None)) is not None:
-            self.used_bytes -= old[1]
-        self._items[key] = (value, size)
-        self.used_bytes += size
-        while self.used_bytes > self.max_bytes:
-            _, (_, freed) = self._items.popitem(last=False)
-            self.used_bytes -= freed
+        with self._lock:
+            self.used_bytes += size - self._items.pop(key, (value, 0))[1]
+            self._items[key] = (value, size)
+            while self.used_bytes > self.max_bytes:
+                self.used_bytes -= self._items.popitem(last=False)[1][1]
 
 
 def _completed(value: _V) -> Future[_V]:

@@ -9,12 +9,13 @@ last.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import multiprocessing
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
@@ -96,6 +97,9 @@ class _Task:
     """Key of the record that the case is done."""
 
 
+_Work = Callable[[_Task], dict[str, Any]]
+
+
 def prepare(
     src: str,
     dst: str,
@@ -116,23 +120,23 @@ def prepare(
     store, prefix = Store(dst, config), as_prefix(uris.parse(dst).key)
     store.check_writable(prefix + prepared_dataset.HEADER)
     _check_destination(source, dst, config)
-    completed = _CompletedWork(store, prefix)
+    recorded_keys = _list_keys(store, f"{prefix}work/")
 
     def make_tasks(stage: str, cases: Iterable[SourceCase], plan: Plan | None, *depends: Any) -> dict[str, _Task]:
         tasks = {}
         for case in cases:
-            files = [*case.images, *([case.label] if case.label else [])]
-            versions = [f"{file}@{source.etags.get(file, '')}" for file in files]
-            key = completed.key(stage, case.id, versions, *depends)
+            versions = [f"{file}@{source.etags.get(file, '')}" for file in (*case.images, case.label) if file]
+            digest = hashlib.sha256(json.dumps([VERSION, [versions, *depends]], sort_keys=True).encode()).hexdigest()
+            key = f"{prefix}work/{stage}/{uris.quote(case.id)}-{digest[:16]}.json"
             tasks[case.id] = _Task(case, source.description, plan, config, dst, key)
         return tasks
 
     with _Workers(options.workers, progress) as workers:
         description = settings.to_plain(source.description)
         checks = make_tasks("check", source.cases, None, description["channels"], description["labels"])
-        results = completed.read(checks)
+        results = _read_results(store, checks, recorded_keys)
         cases_checked = len(checks) - len(results)
-        results |= workers.run(check_case, checks, results, completed, "checking")
+        results |= workers.run(check_case, checks, results, store, "checking")
         problems = [CaseProblem(**problem) for name in sorted(results) for problem in results[name]["problems"]]
         bad = {problem.case for problem in problems if problem.fatal}
         _check_usable(bad, problems, source, options)
@@ -145,18 +149,16 @@ def prepare(
         volume_settings = {name: settings.to_plain(plan)[name] for name in volume_fields}
         writes = make_tasks("write", good, plan, volume_settings)
         stored = _list_volumes(store, prefix)
-
-        def is_unchanged(name: str, result: dict[str, Any]) -> bool:
-            objects = stored.get(case_key(prefix, name), {})
-            recorded = {file: (size, strip_quotes(etag)) for file, size, etag in result["objects"]}
-            return "zarr.json" in objects and recorded.items() <= objects.items()
-
-        volumes = completed.read(writes, is_unchanged)
+        volumes = {
+            name: result
+            for name, result in _read_results(store, writes, recorded_keys).items()
+            if _is_current(result, stored.get(case_key(prefix, name), {}))
+        }
         remaining = [name for name in writes if name not in volumes]
         if any(case_key(prefix, name) in stored for name in remaining):
             # While volumes are being overwritten, the dataset is neither the old nor the new one.
             store.delete(prefix + prepared_dataset.HEADER)
-        volumes |= workers.run(write_prepared_case, writes, volumes, completed, "preparing")
+        volumes |= workers.run(write_prepared_case, writes, volumes, store, "preparing")
     prepared_dataset.publish_dataset(
         store,
         prefix,
@@ -190,7 +192,7 @@ def check_case(task: _Task) -> dict[str, Any]:
     """Read a case, report its problems and take its fingerprint. Runs in a worker."""
     scan, label, problems = case_checks.load_case(task.case, task.description, task.config)
     case_fingerprint = None
-    if scan is not None and label is not None and not any(p.fatal for p in problems):
+    if scan is not None and label is not None:
         seed = int.from_bytes(hashlib.sha256(task.case.id.encode()).digest()[:4], "big")
         measured = fingerprint.fingerprint_case(scan.image, label, scan.geometry.spacing, seed)
         case_fingerprint = settings.to_plain(measured)
@@ -201,7 +203,7 @@ def write_prepared_case(task: _Task) -> dict[str, Any]:
     """Read a case, resample it to the plan's grid, write its volume and return its metadata. Runs in a worker."""
     assert task.plan is not None
     scan, label, problems = case_checks.load_case(task.case, task.description, task.config)
-    if scan is None or label is None or any(p.fatal for p in problems):
+    if scan is None or label is None:
         raise PreparedError(
             f"case {task.case.id} was usable when it was checked and is not any more: {problems[0].detail}",
             uri=task.case.images[0],
@@ -329,42 +331,25 @@ def _check_usable(bad: set[str], problems: list[CaseProblem], source: SourceData
     raise BadCasesError(message, uri=source.root)
 
 
-class _CompletedWork:
-    """Recorded results: small objects below `DST/work`, one per case and pass, named by what they depend on."""
+def _list_keys(store: Store, prefix: str) -> set[str]:
+    return {key for page in store.list_pages(prefix) for key in page.column("path").to_pylist()}
 
-    def __init__(self, store: Store, prefix: str) -> None:
-        self._store = store
-        self._folder = f"{prefix}work/"
-        pages = store.list_pages(self._folder)
-        self._keys = {key for page in pages for key in page.column("path").to_pylist()}
 
-    def key(self, stage: str, case: str, *depends: Any) -> str:
-        """Return the key of the record of a case."""
-        digest = hashlib.sha256(json.dumps([VERSION, depends], sort_keys=True).encode()).hexdigest()[:16]
-        return f"{self._folder}{stage}/{uris.quote(case)}-{digest}.json"
+def _read_results(store: Store, tasks: Mapping[str, _Task], recorded_keys: set[str]) -> dict[str, dict[str, Any]]:
+    """Fetch the recorded results of the tasks, concurrently."""
+    keys = {name: task.record_key for name, task in tasks.items() if task.record_key in recorded_keys}
+    futures = {name: store.submit(store.get, key) for name, key in keys.items()}
+    results = {}
+    for name, future in futures.items():
+        with contextlib.suppress(ValueError):  # a damaged record: the case is processed again
+            results[name] = json.loads(bytes(future.result()))
+    return results
 
-    def read(
-        self, tasks: Mapping[str, _Task], is_valid: Callable[[str, Any], bool] = lambda name, result: True
-    ) -> dict[str, dict[str, Any]]:
-        """Fetch the valid recorded results of the tasks, concurrently."""
-        futures = {
-            name: self._store.submit(self._store.get, task.record_key)
-            for name, task in tasks.items()
-            if task.record_key in self._keys
-        }
-        results = {}
-        for name, future in futures.items():
-            try:
-                result = json.loads(bytes(future.result()))
-            except ValueError:  # a damaged record: the case is processed again
-                continue
-            if is_valid(name, result):
-                results[name] = result
-        return results
 
-    def write(self, key: str, value: Any) -> None:
-        """Record the result of a case."""
-        self._store.put(key, json.dumps(value).encode())
+def _is_current(result: Mapping[str, Any], objects: Mapping[str, tuple[int, str | None]]) -> bool:
+    """Return whether the current objects of a case are those that were written with this result."""
+    written = {file: (size, strip_quotes(etag)) for file, size, etag in result["objects"]}
+    return "zarr.json" in objects and written.items() <= objects.items()
 
 
 def _list_volumes(store: Store, prefix: str) -> dict[str, dict[str, tuple[int, str | None]]]:
@@ -394,26 +379,19 @@ class _Workers:
             self._pool.shutdown(cancel_futures=True)
 
     def run(
-        self,
-        work: Callable[[_Task], dict[str, Any]],
-        tasks: Mapping[str, _Task],
-        known_results: Mapping[str, Any],
-        completed: _CompletedWork,
-        title: str,
+        self, work: _Work, tasks: Mapping[str, _Task], known_results: Mapping[str, Any], store: Store, title: str
     ) -> dict[str, dict[str, Any]]:
-        """Return the result of `work` for every case without a known result, and record each immediately."""
+        """Return the result of `work` for every case without a known result, and record each in `store` immediately."""
         results = {}
         disable = None if self._progress is None else not self._progress
         with tqdm(total=len(tasks), initial=len(known_results), desc=title, unit="case", disable=disable) as bar:
             for name, result in self._results(work, {n: task for n, task in tasks.items() if n not in known_results}):
-                completed.write(tasks[name].record_key, result)
+                store.put(tasks[name].record_key, json.dumps(result).encode())
                 results[name] = result
                 bar.update()
         return results
 
-    def _results(
-        self, work: Callable[[_Task], dict[str, Any]], tasks: Mapping[str, _Task]
-    ) -> Iterator[tuple[str, dict[str, Any]]]:
+    def _results(self, work: _Work, tasks: Mapping[str, _Task]) -> Iterator[tuple[str, dict[str, Any]]]:
         if self._count == 1 or len(tasks) <= 1:
             for name, task in tasks.items():
                 yield name, work(task)
@@ -423,9 +401,8 @@ class _Workers:
             self._pool = ProcessPoolExecutor(
                 min(self._count, len(tasks)), multiprocessing.get_context("spawn"), _init_worker
             )
-        names: dict[Future[dict[str, Any]], str] = {}
         try:
-            names.update((self._pool.submit(work, task), name) for name, task in tasks.items())
+            names = {self._pool.submit(work, task): name for name, task in tasks.items()}
             running = set(names)
             while running:
                 done, running = wait(running, timeout=_CHECK_WORKERS_S, return_when=FIRST_COMPLETED)
@@ -438,9 +415,6 @@ class _Workers:
                 "a worker process was killed, most likely because memory ran out",
                 fix=f"Run the same command with fewer workers (workers={max(1, self._count // 2)}); it will resume",
             ) from None
-        finally:
-            for future in names:
-                future.cancel()
 
 
 def _break_stuck_pool(pool: Any) -> None:

@@ -61,6 +61,21 @@ def round_trip(label: np.ndarray, grid: Grid, grid_plan: Plan) -> np.ndarray:
     return mask_to_scan(predicted.numpy(), grid)
 
 
+def test_mlperf_resampling_matches_its_reference() -> None:
+    random = np.random.default_rng(4)
+    image = random.normal(size=(1, 9, 8, 7)).astype(np.float32)
+    label = random.integers(0, 3, (9, 8, 7), np.uint8)
+    grid_plan = make_test_plan((1.6, 1.2, 1.2), recipe="mlperf-kits19")
+    grid = plan_grid(image, (3.0, 0.9, 0.9), grid_plan)
+    resized = image_to_grid(image, grid, grid_plan)
+    assert resized.shape == (1, 16, 6, 5)
+    # Corner voxels are aligned.
+    assert resized[0, 0, 0, 0] == image[0, 0, 0, 0]
+    np.testing.assert_allclose(resized[0, -1, -1, -1], image[0, -1, -1, -1], rtol=1e-5)
+    nearest = label[np.ix_(*[np.arange(n) * o // n for n, o in zip((16, 6, 5), (9, 8, 7), strict=True)])]
+    assert np.array_equal(label_to_grid(label, grid, grid_plan), nearest)
+
+
 @settings(max_examples=60, deadline=None)
 @given(st.tuples(SMALL, SMALL, SMALL), st.tuples(MM, MM, MM), st.tuples(MM, MM, MM), st.booleans(), st.integers(0, 99))
 def test_mask_has_the_shape_of_the_scan(shape: Any, spacing: Any, target: Any, benchmark: bool, seed: int) -> None:

@@ -69,16 +69,17 @@ def test_find_coarse_axis() -> None:
 
 
 def test_compute_new_shape() -> None:
-    assert resample.compute_new_shape((100, 512, 512), (3.0, 0.78, 0.78), (1.6, 1.2, 1.2)) == (188, 333, 333)
-    assert resample.compute_new_shape((100, 512, 512), (3.0, 0.78, 0.78), (1.6, 1.2, 1.2), "mlperf") == (187, 332, 332)
+    shape, spacing, target = (100, 512, 512), (3.0, 0.78, 0.78), (1.6, 1.2, 1.2)
+    assert resample.compute_new_shape(shape, spacing, target) == (188, 333, 333)
+    assert resample.compute_new_shape(shape, spacing, target, truncate=True) == (187, 332, 332)
     assert resample.compute_new_shape((1, 1, 1), (0.1, 0.1, 0.1), (1, 1, 1)) == (1, 1, 1)
 
 
 def test_equal_grid_changes_nothing() -> None:
     image = np.random.default_rng(2).normal(size=(1, 5, 6, 7)).astype(np.float32)
     label = _make_blobs((5, 6, 7), 3, 0)
-    assert np.array_equal(resample.to_spacing(image, (2, 1, 1), (2, 1, 1)), image)
-    assert np.array_equal(resample.label_to_spacing(label, (2, 1, 1), (2, 1, 1)), label)
+    assert np.array_equal(resample.to_shape(image, (5, 6, 7)), image)
+    assert np.array_equal(resample.label_to_shape(label, (5, 6, 7)), label)
     probabilities = torch.from_numpy(image)
     assert resample.restore_probabilities(probabilities, (5, 6, 7)) is probabilities
 
@@ -109,7 +110,9 @@ def test_ties_take_the_nearest_voxel() -> None:
 
 def test_labels_use_the_nearest_slice_along_the_coarse_axis() -> None:
     label = _make_blobs((6, 20, 22), 4, 5)
-    resized = resample.label_to_spacing(label, (5, 1, 1), (2, 1.4, 0.8))
+    spacing, target = (5, 1, 1), (2, 1.4, 0.8)
+    shape, axis = resample.compute_new_shape(label.shape, spacing, target), resample.find_coarse_axis(spacing, target)
+    resized = resample.label_to_shape(label, shape, nearest_axis=axis)
     assert resized.shape == (15, 14, 28)
     for index in range(15):
         plane = label[int((index + 0.5) * 6 / 15)]
@@ -135,16 +138,3 @@ def test_probabilities_are_restored_linearly(nearest_axis: int | None) -> None:
             slices = [int((i + 0.5) * 7 / 12) for i in range(12)]
             expected = np.concatenate([_zoom_with_scipy(channel[s][None], (1, 13, 5), 1) for s in slices])
         np.testing.assert_allclose(actual, expected, atol=1e-5)
-
-
-def test_mlperf_resampling_matches_its_reference() -> None:
-    image = np.random.default_rng(4).normal(size=(1, 9, 8, 7)).astype(np.float32)
-    label = _make_blobs((9, 8, 7), 3, 6)
-    spacing, target = (3.0, 0.9, 0.9), (1.6, 1.2, 1.2)
-    resized = resample.to_spacing(image, spacing, target, "mlperf")
-    assert resized.shape == (1, 16, 6, 5)
-    # Corner voxels are aligned.
-    assert resized[0, 0, 0, 0] == image[0, 0, 0, 0]
-    np.testing.assert_allclose(resized[0, -1, -1, -1], image[0, -1, -1, -1], rtol=1e-5)
-    nearest = label[np.ix_(*[np.arange(n) * o // n for n, o in zip((16, 6, 5), (9, 8, 7), strict=True)])]
-    assert np.array_equal(resample.label_to_spacing(label, spacing, target, "mlperf"), nearest)

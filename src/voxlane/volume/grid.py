@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch.nn import functional
 
 from voxlane.volume import normalise, resample
 from voxlane.volume.fingerprint import crop_to_nonzero
@@ -50,13 +51,18 @@ class Grid:
         z, y, x = (slice(a, b) for a, b in zip(self.crop_start, self.crop_stop, strict=True))
         return z, y, x
 
+    @property
+    def nearest_axis(self) -> int | None:
+        """The axis that is not interpolated in nnU-Net's recipe, if any."""
+        return resample.find_coarse_axis(self.scan_spacing, self.spacing)
+
 
 def plan_grid(image: Array, spacing: tuple[float, float, float], plan: Plan) -> Grid:
     """Return the grid on which `image` (C, Z, Y, X) is prepared."""
     mlperf = plan.recipe == MLPERF_RECIPE
     box = tuple(slice(0, n) for n in image.shape[1:]) if mlperf else crop_to_nonzero(image)
     cropped = tuple(part.stop - part.start for part in box)
-    new = resample.compute_new_shape(cropped, spacing, plan.spacing, "mlperf" if mlperf else "nnunet")
+    new = resample.compute_new_shape(cropped, spacing, plan.spacing, truncate=mlperf)
     missing = tuple(max(0, p - n) if plan.pad_to_patch else 0 for p, n in zip(plan.patch, new, strict=True))
     return Grid(
         scan_shape=to_triple(image.shape[1:]),
@@ -72,28 +78,29 @@ def plan_grid(image: Array, spacing: tuple[float, float, float], plan: Plan) -> 
 
 def image_to_grid(image: Array, grid: Grid, plan: Plan) -> npt.NDArray[np.float32]:
     """Normalise `image` (C, Z, Y, X) and resample it to the plan's grid. nnU-Net crops, normalises and resamples;
-    MLPerf resamples, normalises and pads by repeating the outermost voxels."""
+    MLPerf resamples trilinearly with aligned corner voxels, normalises and pads by repeating the outermost voxels."""
     cropped = image[(slice(None), *grid.crop)]
     if plan.recipe == MLPERF_RECIPE:
-        resampled = resample.to_spacing(cropped, grid.scan_spacing, grid.spacing, "mlperf")
+        source = torch.from_numpy(np.ascontiguousarray(cropped, np.float32))[None]
+        resampled = functional.interpolate(source, grid.shape, mode="trilinear", align_corners=True)[0].numpy()
         return _pad_edges(normalise.apply(resampled, plan.normalisation), grid)
-    return resample.to_spacing(normalise.apply(cropped, plan.normalisation), grid.scan_spacing, grid.spacing)
+    return resample.to_shape(normalise.apply(cropped, plan.normalisation), grid.shape, nearest_axis=grid.nearest_axis)
 
 
 def label_to_grid(label: npt.NDArray[np.uint8], grid: Grid, plan: Plan) -> npt.NDArray[np.uint8]:
-    """Resample `label` (Z, Y, X) to the plan's grid; MLPerf pads it like the image."""
+    """Resample `label` (Z, Y, X) to the plan's grid; MLPerf takes the nearest voxels and pads like the image."""
     cropped = label[grid.crop]
     if plan.recipe == MLPERF_RECIPE:
-        return _pad_edges(resample.label_to_spacing(cropped, grid.scan_spacing, grid.spacing, "mlperf"), grid)
-    return resample.label_to_spacing(cropped, grid.scan_spacing, grid.spacing)
+        source = torch.from_numpy(np.ascontiguousarray(cropped))[None, None]
+        return _pad_edges(functional.interpolate(source, grid.shape, mode="nearest")[0, 0].numpy(), grid)
+    return resample.label_to_shape(cropped, grid.shape, nearest_axis=grid.nearest_axis)
 
 
 def outputs_to_scan(outputs: torch.Tensor, grid: Grid) -> torch.Tensor:
     """Interpolate a network's outputs (K, Z, Y, X) from the plan's grid to the cropped part of the scan."""
     z, y, x = (slice(p, p + n) for p, n in zip(grid.pad, grid.shape, strict=True))
     scan_crop = to_triple(b - a for a, b in zip(grid.crop_start, grid.crop_stop, strict=True))
-    axis = resample.find_coarse_axis(grid.scan_spacing, grid.spacing)
-    return resample.restore_probabilities(outputs[:, z, y, x], scan_crop, nearest_axis=axis)
+    return resample.restore_probabilities(outputs[:, z, y, x], scan_crop, nearest_axis=grid.nearest_axis)
 
 
 def compute_grid_affine(grid: Grid, scan_affine: Affine, plan: Plan) -> list[list[float]]:

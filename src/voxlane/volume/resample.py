@@ -1,25 +1,25 @@
-"""Resampling of scans, labels and probabilities to another voxel grid, as nnU-Net (the default) or MLPerf do.
+"""Resampling of scans, labels and probabilities to another voxel grid, as nnU-Net does.
 
 Resizing along one axis applies the same matrix to every line of the volume, so each axis takes one matrix product. The
 matrix of a cubic spline is nearly banded: the weight of an input voxel falls by a factor of 0.27 with each voxel of
 distance, so a block of output rows needs few input columns.
 
-Arrays are (C, Z, Y, X) or (Z, Y, X); spacings are millimetres (z, y, x). Cubic splines need scipy.
+Arrays are (C, Z, Y, X) or (Z, Y, X); spacings are millimetres (z, y, x). Cubic splines need scipy. If the scan or the
+target grid is anisotropic, slices along its coarse axis are not interpolated: the nearest slice is taken.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch.nn import functional
 
-from voxlane.volume.plan import Triple
+from voxlane.volume.plan import Triple, to_triple
 
 Array = NDArray[Any]
-Method = Literal["nnunet", "mlperf"]
 
 ANISOTROPIC = 3.0
 """Ratio of coarsest to finest spacing above which a grid is not interpolated along its coarse axis."""
@@ -34,13 +34,12 @@ _BLOCK_ROWS = 64
 
 
 def compute_new_shape(
-    shape: tuple[int, ...], spacing: tuple[float, ...], target: tuple[float, ...], method: Method = "nnunet"
+    shape: tuple[int, ...], spacing: tuple[float, ...], target: tuple[float, ...], *, truncate: bool = False
 ) -> Triple:
-    """Return the voxels (z, y, x) that cover `shape` at `target` spacing: rounded, or truncated by MLPerf; at least
-    1."""
+    """Return the voxels (z, y, x), at least 1, that cover `shape` at `target` spacing: rounded, or truncated as in
+    MLPerf."""
     sizes = [old / new * n for n, old, new in zip(shape, spacing, target, strict=True)]
-    z, y, x = (max(1, int(s) if method == "mlperf" else round(s)) for s in sizes)
-    return z, y, x
+    return to_triple(max(1, int(size) if truncate else round(size)) for size in sizes)
 
 
 def find_coarse_axis(spacing: tuple[float, ...], target: tuple[float, ...]) -> int | None:
@@ -52,25 +51,9 @@ def find_coarse_axis(spacing: tuple[float, ...], target: tuple[float, ...]) -> i
     return None
 
 
-def to_spacing(
-    image: Array, spacing: tuple[float, ...], target: tuple[float, ...], method: Method = "nnunet"
-) -> NDArray[np.float32]:
-    """Resample `image` (C, Z, Y, X) to `target` spacing.
-
-    nnunet: cubic splines with repeated edges, clipped to the image's range; if the scan or the target grid is
-    anisotropic, splines within slices and the nearest slice across them. mlperf: trilinear with aligned corner voxels,
-    like the reference implementation of that benchmark.
-    """
-    shape = compute_new_shape(image.shape[1:], spacing, target, method)
-    if method == "mlperf":
-        source = torch.from_numpy(np.ascontiguousarray(image, np.float32))[None]
-        resized: NDArray[np.float32] = _interpolate(source, shape, mode="trilinear", align_corners=True)[0].numpy()
-        return resized
-    return to_shape(image, shape, nearest_axis=find_coarse_axis(spacing, target))
-
-
 def to_shape(image: Array, shape: Triple, *, nearest_axis: int | None = None) -> NDArray[np.float32]:
-    """Resize `image` (C, Z, Y, X) to `shape` by cubic splines, with the nearest voxel along `nearest_axis`.
+    """Resize `image` (C, Z, Y, X) to `shape` by cubic splines with repeated edges, with the nearest voxel along
+    `nearest_axis`.
 
     Values stay within the range of each channel, or of each slice across `nearest_axis`. Memory: the result and up to
     two channels of the larger grid in float32.
@@ -81,18 +64,6 @@ def to_shape(image: Array, shape: Triple, *, nearest_axis: int | None = None) ->
     for volume, resized in zip(image, result, strict=True):
         resized[...] = _resize_splines(np.ascontiguousarray(volume, np.float32), shape, nearest_axis)
     return result
-
-
-def label_to_spacing(
-    label: NDArray[np.uint8], spacing: tuple[float, ...], target: tuple[float, ...], method: Method = "nnunet"
-) -> NDArray[np.uint8]:
-    """Resample `label` (Z, Y, X) to `target` spacing; nnunet: like label_to_shape, mlperf: the nearest voxel."""
-    shape = compute_new_shape(label.shape, spacing, target, method)
-    if method == "mlperf":
-        source = torch.from_numpy(np.ascontiguousarray(label))[None, None]
-        resized: NDArray[np.uint8] = _interpolate(source, shape, mode="nearest")[0, 0].numpy()
-        return resized
-    return label_to_shape(label, shape, nearest_axis=find_coarse_axis(spacing, target))
 
 
 def label_to_shape(label: NDArray[np.uint8], shape: Triple, *, nearest_axis: int | None = None) -> NDArray[np.uint8]:
@@ -144,15 +115,12 @@ def restore_probabilities(
         nearest_slices = torch.from_numpy(_nearest_voxels(old, shape[nearest_axis])).to(probabilities.device)
         intermediate_shape[nearest_axis] = old
     for channel, resized in zip(probabilities, result, strict=True):
-        volume = _interpolate(channel[None, None], intermediate_shape, mode="trilinear", align_corners=False)[0, 0]
+        source = channel[None, None]
+        volume = functional.interpolate(source, intermediate_shape, mode="trilinear", align_corners=False)[0, 0]
         if nearest_slices is not None and nearest_axis is not None:
             volume = volume.index_select(nearest_axis, nearest_slices)
         resized.copy_(volume)
     return result
-
-
-def _interpolate(volume: torch.Tensor, shape: Sequence[int], **options: Any) -> torch.Tensor:
-    return torch.nn.functional.interpolate(volume, size=shape, **options)
 
 
 def _resize_splines(volume: NDArray[np.float32], shape: Triple, nearest_axis: int | None) -> NDArray[np.float32]:

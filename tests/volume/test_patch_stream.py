@@ -110,10 +110,9 @@ def test_patches_match_slices_read_by_zarr(tiny: Prepared, tiny_folder: Path, pa
             epoch=0,
             patch=patch,
             shape=case.shape,
-            foreground=foreground,
-            forced=is_forced(sample["position"], 0.5),
+            foreground=foreground if is_forced(sample["position"], 0.5) else None,
             placement=placement,
-        ).start
+        )
         assert sample["image"].dtype == torch.float32
         assert sample["image"].shape == (1, *patch)
         np.testing.assert_allclose(sample["image"], read_region(values, start, patch), rtol=1e-6, atol=1e-6)

@@ -7,28 +7,18 @@ among any number of ranks, interrupted, and continued by another number of ranks
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
 import numpy.random  # imported before workers fork, so that they do not have to
 import numpy.typing as npt
 
-Triple = tuple[int, int, int]
+from voxlane.volume.plan import Triple, to_triple
+
 Placement = Literal["centre", "inside"]
 """Position of the chosen foreground voxel in its patch: in the centre, as in nnU-Net, or anywhere, as in MLPerf."""
 _ORDER, _PATCH, _AUGMENT = 0, 1, 2
 """Purposes of the random streams."""
-
-
-@dataclass(frozen=True)
-class PatchDraw:
-    """Position of one patch, `[start, start + patch)` of a case; parts of it may be outside the volume."""
-
-    start: Triple
-    """First voxel (z, y, x)."""
-    forced: bool
-    """Whether the patch was drawn around foreground."""
 
 
 @functools.lru_cache(maxsize=4)
@@ -44,7 +34,7 @@ def case_for_position(position: int, *, cases: int, samples: int, seed: int, epo
 
 
 def is_forced(position: int, fraction: float) -> bool:
-    """Return whether the patch is drawn around foreground: an evenly spaced fraction `share` of all positions."""
+    """Return whether the patch is drawn around foreground: an evenly spaced `fraction` of all positions."""
     return int((position + 1) * fraction + 1e-9) > int(position * fraction + 1e-9)
 
 
@@ -55,19 +45,18 @@ def draw_patch(
     epoch: int,
     patch: Triple,
     shape: Triple,
-    foreground: npt.NDArray[np.integer],
-    forced: bool,
+    foreground: npt.NDArray[np.integer] | None = None,
     placement: Placement = "centre",
-) -> PatchDraw:
-    """Draw the patch at a position, from a volume of `shape`.
+) -> Triple:
+    """Draw the first voxel (z, y, x) of the patch at a position, from a volume of `shape`.
 
-    `foreground` has rows (label value, z, y, x). A forced patch draws one of the case's classes with equal
-    probabilities, then one of its voxels. Without foreground, or if not forced, a patch can be anywhere. Along an axis
-    where the volume is smaller than the patch, the volume is centred in it.
+    `foreground` has rows (label value, z, y, x), of which one class is drawn with equal probabilities, then one of its
+    voxels. Without foreground, the patch can be anywhere. Along an axis where the volume is smaller than the patch, the
+    volume is centred in it.
     """
     generator = _make_generator(seed, _PATCH, epoch, position)
     low, high = start_bounds(patch, shape)
-    if forced and len(foreground):
+    if foreground is not None and len(foreground):
         values = np.unique(foreground[:, 0])
         rows = foreground[foreground[:, 0] == values[generator.integers(len(values))]]
         voxel = rows[generator.integers(len(rows)), 1:].astype(np.int64)
@@ -75,7 +64,7 @@ def draw_patch(
         start = np.clip(voxel - offset, low, high)
     else:
         start = generator.integers(low, high, endpoint=True)
-    return PatchDraw((int(start[0]), int(start[1]), int(start[2])), forced and bool(len(foreground)))
+    return to_triple(start)
 
 
 def start_bounds(patch: Triple, shape: Triple) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:

@@ -16,7 +16,8 @@ from voxlane.dataset.base import OrderedDataset
 from voxlane.dataset.prefetch import ordered_prefetch
 from voxlane.errors import ConfigError
 from voxlane.volume.case_volumes import CacheLimits, Cases
-from voxlane.volume.patch_sampling import Placement, Triple, augment_seed, case_for_position, draw_patch, is_forced
+from voxlane.volume.patch_sampling import Placement, augment_seed, case_for_position, draw_patch, is_forced
+from voxlane.volume.plan import Triple
 from voxlane.volume.prepared_dataset import Prepared
 from voxlane.volume.zarr_array import MAX_GAP_BYTES
 
@@ -131,19 +132,10 @@ class PatchStream(OrderedDataset, torch.utils.data.IterableDataset[dict[str, Any
         key = {"seed": self.seed, "epoch": epoch}
         row = self.rows[case_for_position(position, cases=len(self.rows), samples=self.samples, **key)]
         volume = self.cases.open(row)
-        forced = is_forced(position, self.foreground_share)
-        drawn = draw_patch(
-            position,
-            **key,
-            patch=self.patch,
-            shape=volume.shape,
-            foreground=volume.foreground() if forced else _NO_FOREGROUND,
-            forced=forced,
-            placement=self.placement,
+        foreground = volume.foreground() if is_forced(position, self.foreground_share) else None
+        start = draw_patch(
+            position, **key, patch=self.patch, shape=volume.shape, foreground=foreground, placement=self.placement
         )
-        image, label = volume.read_padded(drawn.start, self.patch)
+        image, label = volume.read_padded(start, self.patch)
         seed = augment_seed(position, **key)
         return {"image": image, "label": label, "seed": seed, "row": row, "position": position}
-
-
-_NO_FOREGROUND = torch.empty((0, 4), dtype=torch.int32).numpy()

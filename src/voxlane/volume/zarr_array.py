@@ -221,8 +221,6 @@ def parse_index(meta: ArrayMeta, raw: Any, size: int, checksum: int, uri: str) -
 class ChunkPart:
     """The part of a region that one chunk holds."""
 
-    shard: Shape
-    """Position of the chunk's object in the grid of objects."""
     number: int
     """Number of the chunk in its shard, in row order."""
     source: tuple[slice, ...]
@@ -246,7 +244,7 @@ def plan_region(meta: ArrayMeta, start: Sequence[int], stop: Sequence[int]) -> d
     for parts in itertools.product(*axes):
         shard, inner, source, target = zip(*parts, strict=True)
         number = sum(i * s for i, s in zip(inner, strides, strict=True))
-        parts_by_object.setdefault(shard, []).append(ChunkPart(shard, number, source, target))
+        parts_by_object.setdefault(shard, []).append(ChunkPart(number, source, target))
     return parts_by_object
 
 

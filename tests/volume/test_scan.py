@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 from tests.conftest import Bucket
 from voxlane.errors import ConfigError, NotFoundError, ScanError
-from voxlane.volume.formats.voxels import NotVolumeError
+from voxlane.volume.formats import NotVolumeError
 from voxlane.volume.geometry import Geometry, describe_grid_difference
 from voxlane.volume.scan import LabelValuesError, read_label, read_scan, strip_scan_suffix, write_mask
 

@@ -26,7 +26,7 @@ from voxlane.train.config import resolve_network
 from voxlane.train.run import Run, TrainedRun
 from voxlane.volume.case_checks import compare_grids, count_not_finite, count_values, stack_channels
 from voxlane.volume.description import Description
-from voxlane.volume.formats.voxels import open_store
+from voxlane.volume.formats import open_store
 from voxlane.volume.grid import Grid, image_to_grid, mask_to_scan, outputs_to_scan, plan_grid
 from voxlane.volume.plan import Plan, Triple
 from voxlane.volume.scan import Scan, read_scan, strip_scan_suffix, write_mask

@@ -16,7 +16,7 @@ from voxlane.errors import NotFoundError, ScanError
 from voxlane.store import StoreConfig
 from voxlane.volume.dataset_layouts import SourceCase
 from voxlane.volume.description import Description
-from voxlane.volume.formats.voxels import NotVolumeError
+from voxlane.volume.formats import NotVolumeError
 from voxlane.volume.geometry import Array, Geometry, align_axes, describe_grid_difference, max_voxel_distance_mm
 from voxlane.volume.scan import LabelValuesError, Scan, read_label, read_scan
 

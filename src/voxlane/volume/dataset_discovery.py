@@ -9,7 +9,7 @@ import io
 import json
 import posixpath
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from typing import Any
@@ -22,7 +22,7 @@ from voxlane.store.listing import list_objects
 from voxlane.store.staging.sources import strip_quotes
 from voxlane.volume.dataset_layouts import LAYOUTS, REGIONS, DatasetDraft, SourceCase, detect_layout
 from voxlane.volume.description import Description
-from voxlane.volume.formats.voxels import open_store
+from voxlane.volume.formats import open_store
 from voxlane.volume.scan import strip_scan_suffix
 
 __all__ = ["SourceCase", "SourceDataset", "discover"]
@@ -59,25 +59,42 @@ def discover(
 
     Raises LayoutError if there is no known dataset. Files of a case may be missing; checking the case reports that.
     """
-    if layout is not None and layout not in (*LAYOUTS, "list"):
+    if layout not in (None, *LAYOUTS, "list"):
         raise ConfigError(f"layout: unknown layout {layout!r}", fix=f"Use one of {', '.join([*LAYOUTS, 'list'])}")
     uri = str(uris.parse(src_uri))
-    if uri.lower().endswith((".json", ".csv")):
-        document = _read_document(uri, config)
-        is_dataset_json = isinstance(document, Mapping) and bool({"training", "channel_names"} & document.keys())
-        if layout == "list" or not is_dataset_json:
-            return _from_list(uri, document, config, overrides)
-        uri = posixpath.dirname(uri)
+    fields = dict(overrides or {})
+    is_file = uri.lower().endswith((".json", ".csv"))
+    document = _read_document(uri, config) if is_file else None
+    is_dataset_json = isinstance(document, Mapping) and bool({"training", "channel_names"} & document.keys())
+    listed_etags: dict[str, str] | None = None
+    if is_file and (layout == "list" or not is_dataset_json):
+        root, base = uri, posixpath.dirname(uri) + "/"
+        draft = _parse_list(uri, document, fields)
     elif layout == "list":
         raise LayoutError(
             "expected a .json or .csv file for layout list", uri=uri, fix="Use the URI of the list itself"
         )
-    return _from_folder(uri.rstrip("/") + "/", config, layout, overrides)
+    else:
+        root = base = (posixpath.dirname(uri) if is_file else uri).rstrip("/") + "/"
+        draft, listed_etags = _parse_folder(root, config, layout)
+    _check_ids([case.id for case in draft.cases], root)
+    description = _merge_description(draft.description, fields, root)
+    cases = [
+        replace(
+            case,
+            images=tuple(_resolve_uri(base, image) for image in case.images),
+            label=None if case.label is None else _resolve_uri(base, case.label),
+        )
+        for case in sorted(draft.cases, key=lambda case: case.id)
+    ]
+    files = dict.fromkeys(file for case in cases for file in (*case.images, case.label) if file is not None)
+    etags = _fetch_etags(files, config) if listed_etags is None else listed_etags
+    used_etags = {file: etags[file] for file in files if file in etags}
+    return SourceDataset(draft.layout, root, description, tuple(cases), used_etags)
 
 
-def _from_folder(
-    root: str, config: StoreConfig | None, layout: str | None, overrides: Mapping[str, Any] | None
-) -> SourceDataset:
+def _parse_folder(root: str, config: StoreConfig | None, layout: str | None) -> tuple[DatasetDraft, dict[str, str]]:
+    """Parse the cases below a folder; also return the version of each file by URI."""
     listed = list_objects(root, config=config)
     folder = uris.parse(root).key
     objects = {entry.key.removeprefix(folder): entry for entry in listed}
@@ -89,27 +106,11 @@ def _from_folder(
         raise LayoutError(
             f"the {layout_name} layout needs a dataset.json", uri=root, fix="Use the folder that contains it"
         )
-    draft = LAYOUTS[layout_name](names, document, root)
     etags = {listed.root + entry.key: _version_tag(entry.etag, entry.size) for entry in objects.values()}
-    return _build_dataset(root, draft, root, overrides, etags)
+    return LAYOUTS[layout_name](names, document, root), etags
 
 
-def _from_list(
-    uri: str, document: Any, config: StoreConfig | None, overrides: Mapping[str, Any] | None
-) -> SourceDataset:
-    draft = _listed_cases(uri, document)
-    missing = [field for field in ("channels", "labels") if field not in {**draft.description, **(overrides or {})}]
-    if missing:
-        raise LayoutError(
-            f"the list does not define {' and '.join(missing)}",
-            uri=uri,
-            fix="Set them: description.channels=[CT] 'description.labels={background: 0, kidney: 1}'",
-        )
-    dataset = _build_dataset(uri, draft, posixpath.dirname(uri) + "/", overrides, {})
-    return replace(dataset, etags=_fetch_etags(dataset.cases, config))
-
-
-def _listed_cases(uri: str, document: Any) -> DatasetDraft:
+def _parse_list(uri: str, document: Any, overrides: Mapping[str, Any]) -> DatasetDraft:
     """Parse the cases of a JSON or CSV list."""
     description: dict[str, Any] = {"name": posixpath.splitext(posixpath.basename(uri))[0]}
     if isinstance(document, Mapping):
@@ -130,6 +131,13 @@ def _listed_cases(uri: str, document: Any) -> DatasetDraft:
         folder = posixpath.basename(posixpath.dirname(images[0]))
         case_id = case_id or (name if unique else f"{folder}_{name}")
         cases.append(SourceCase(case_id, patient or case_id, images, label))
+    missing = [field for field in ("channels", "labels") if field not in {**description, **overrides}]
+    if missing:
+        raise LayoutError(
+            f"the list does not define {' and '.join(missing)}",
+            uri=uri,
+            fix="Set them: description.channels=[CT] 'description.labels={background: 0, kidney: 1}'",
+        )
     return DatasetDraft("list", description, cases)
 
 
@@ -155,37 +163,13 @@ def _parse_row(row: Any, number: int, uri: str) -> tuple[tuple[str, ...], str | 
     return tuple(images), label or None, str(row.get("id") or ""), str(row.get("patient") or "")
 
 
-def _build_dataset(
-    root: str, draft: DatasetDraft, base: str, overrides: Mapping[str, Any] | None, etags: Mapping[str, str]
-) -> SourceDataset:
-    """Build the dataset from a draft, with URIs instead of paths relative to `base`, and check its ids."""
-    _check_ids([case.id for case in draft.cases], root)
-    cases = [
-        replace(
-            case,
-            images=tuple(_resolve_uri(base, image) for image in case.images),
-            label=None if case.label is None else _resolve_uri(base, case.label),
-        )
-        for case in draft.cases
-    ]
-    used = {uri for case in cases for uri in (*case.images, case.label)}
-    return SourceDataset(
-        draft.layout,
-        root,
-        _merge_description(draft.description, overrides, root),
-        tuple(sorted(cases, key=lambda case: case.id)),
-        {uri: tag for uri, tag in etags.items() if uri in used},
-    )
-
-
-def _merge_description(layout_fields: Mapping[str, Any], overrides: Mapping[str, Any] | None, root: str) -> Description:
+def _merge_description(layout_fields: Mapping[str, Any], overrides: Mapping[str, Any], root: str) -> Description:
     """Build the layout's description with the user's fields replacing its own."""
-    fields = dict(overrides or {})
     values = dict(layout_fields)
-    if "labels" in fields or "regions" in fields:  # the layout's regions refer to the layout's own labels
+    if "labels" in overrides or "regions" in overrides:  # the layout's regions refer to the layout's own labels
         values.pop("regions", None)
         values.pop("region_values", None)
-    values |= fields
+    values |= overrides
     if isinstance(regions := values.get("regions"), str):
         if regions not in REGIONS:
             raise ConfigError(
@@ -214,10 +198,10 @@ def _check_ids(ids: Sequence[str], root: str) -> None:
             )
 
 
-def _fetch_etags(cases: Sequence[SourceCase], config: StoreConfig | None) -> dict[str, str]:
-    """Fetch version and size of every existing file of the cases, concurrently. Folders of DICOM files have none."""
+def _fetch_etags(files: Iterable[str], config: StoreConfig | None) -> dict[str, str]:
+    """Fetch version and size of every existing file, concurrently. Folders of DICOM files have none."""
     futures: dict[str, Future[ObjectInfo]] = {}
-    for uri in dict.fromkeys(uri for case in cases for uri in (*case.images, case.label) if uri is not None):
+    for uri in files:
         parsed = uris.parse(uri)
         store = open_store(parsed.root, config)
         futures[uri] = store.submit(store.head, parsed.key)

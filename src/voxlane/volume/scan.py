@@ -13,10 +13,10 @@ import numpy as np
 import numpy.typing as npt
 
 from voxlane import uri as uris
-from voxlane.errors import ConfigError, MissingExtraError, NotFoundError, ScanError
+from voxlane.errors import ConfigError, NotFoundError, ScanError
 from voxlane.store import StoreConfig
+from voxlane.volume.formats import NotVolumeError, StoredVoxels, open_store
 from voxlane.volume.formats.nifti import NIFTI_SUFFIXES, encode_nifti, parse_nifti
-from voxlane.volume.formats.voxels import NotVolumeError, StoredVoxels, open_store
 from voxlane.volume.geometry import Array, Geometry
 
 ITK_SUFFIXES = (".nrrd", ".mha")
@@ -42,40 +42,29 @@ class Scan:
     """Data type stored in the file."""
 
 
-def read_scan(uri: str, config: StoreConfig | None = None) -> Scan:
+def read_scan(uri: str, config: StoreConfig | None = None, *, body: bytes | None = None) -> Scan:
     """Read a NIfTI file (4D: one channel per volume), a .nrrd or .mha file, or a folder or bucket prefix with the DICOM
-    files of one series. Raises ScanError if it is not a readable 3D scan, and NotFoundError if it does not exist."""
-    stored, geometry = _read_voxels(uri, config)
-    return Scan(_to_image(stored, geometry), geometry, stored.array.dtype.newbyteorder("="))
+    files of one series. Raises ScanError if it is not a readable 3D scan, and NotFoundError if it does not exist.
+
+    body: the bytes of a NIfTI file that was read already; errors name `uri`.
+    """
+    stored, geometry = _read_voxels(uri, config) if body is None else parse_nifti(body, uri)
+    image = np.ascontiguousarray(geometry.to_canonical(_to_native(stored.scaled())))
+    return Scan(image, geometry, stored.array.dtype.newbyteorder("="))
 
 
-def decode_image(body: bytes, uri: str) -> Array:
-    """Return the image that `read_scan` would read from a NIfTI file with these bytes; errors name `uri`."""
-    return _to_image(*parse_nifti(body, uri))
-
-
-def _to_image(stored: StoredVoxels, geometry: Geometry) -> Array:
-    return np.ascontiguousarray(geometry.to_canonical(_to_native(stored.scaled())))
-
-
-def read_label(uri: str, config: StoreConfig | None = None) -> tuple[npt.NDArray[np.uint8], Geometry]:
+def read_label(
+    uri: str, config: StoreConfig | None = None, *, body: bytes | None = None
+) -> tuple[npt.NDArray[np.uint8], Geometry]:
     """Read a label as class numbers (Z, Y, X) along the anatomical axes, and its own grid. Integers stored as floats
-    are accepted; LabelValuesError is raised for any other value."""
-    stored, geometry = _read_voxels(uri, config)
-    return _to_label(stored, geometry, uri), geometry
-
-
-def decode_label(body: bytes, uri: str) -> npt.NDArray[np.uint8]:
-    """Return the label that `read_label` would read from a NIfTI file with these bytes; errors name `uri`."""
-    return _to_label(*parse_nifti(body, uri), uri)
-
-
-def _to_label(stored: StoredVoxels, geometry: Geometry, uri: str) -> npt.NDArray[np.uint8]:
+    are accepted; LabelValuesError is raised for any other value. `body` is as for `read_scan`."""
+    stored, geometry = _read_voxels(uri, config) if body is None else parse_nifti(body, uri)
     if len(stored.array) != 1:
         raise NotVolumeError(
             f"the label is a 4D file of {len(stored.array)} volumes", uri=uri, fix="Use one 3D volume of class numbers"
         )
-    return np.ascontiguousarray(geometry.to_canonical(_to_class_numbers(stored.scaled(exact=True)[0], uri)))
+    label = _to_class_numbers(stored.scaled(exact=True)[0], uri)
+    return np.ascontiguousarray(geometry.to_canonical(label)), geometry
 
 
 def write_mask(
@@ -111,32 +100,20 @@ def _read_voxels(uri: str, config: StoreConfig | None) -> tuple[StoredVoxels, Ge
     lower = parsed.key.lower()
     local = f"/{parsed.key}" if parsed.scheme == "file" else ""
     is_folder = bool(local) and os.path.isdir(local)
-    if lower.endswith(ITK_SUFFIXES) and not is_folder:
-        voxels: tuple[StoredVoxels, Geometry] = _import_dicom().read_file(str(parsed), config)
-        return voxels
+    is_itk_file = lower.endswith(ITK_SUFFIXES) and not is_folder
     if lower.endswith(NIFTI_SUFFIXES) and not is_folder:
         return parse_nifti(open_store(parsed.root, config).get(parsed.key), uri)
     if lower.endswith(_UNSUPPORTED):
         suffix = lower.rpartition(".")[2]
         fix = "Use the folder of the whole series" if suffix == "dcm" else "Convert it to .nii.gz"
         raise ScanError(f"a single .{suffix} file is not supported as a scan", uri=uri, fix=fix)
-    if local and not is_folder:
+    if local and not is_folder and not is_itk_file:
         if not os.path.exists(local):
             raise NotFoundError("no such file or folder", uri=uri, fix="Check its spelling")
         return parse_nifti(open_store(parsed.root, config).get(parsed.key), uri)  # its first bytes tell the format
-    voxels = _import_dicom().read_series(str(parsed), config)
-    return voxels
+    from voxlane.volume.formats import dicom  # which needs SimpleITK, an optional dependency
 
-
-def _import_dicom() -> Any:
-    """Import the module that needs SimpleITK, an optional dependency."""
-    try:
-        import SimpleITK  # noqa: F401
-    except ImportError:
-        raise MissingExtraError.of("dicom", "reading DICOM, .nrrd and .mha") from None
-    from voxlane.volume.formats import dicom
-
-    return dicom
+    return (dicom.read_file if is_itk_file else dicom.read_series)(str(parsed), config)
 
 
 def _to_native(array: Array) -> Array:

@@ -29,9 +29,9 @@ from voxlane.store.counters import Counters
 from voxlane.store.listing import Manifest
 from voxlane.volume.dataset_layouts import LAYOUTS, detect_layout
 from voxlane.volume.formats.nifti import NIFTI_SUFFIXES
-from voxlane.volume.patch_sampling import Triple
 from voxlane.volume.patch_stream import PatchStream
-from voxlane.volume.scan import decode_image, decode_label
+from voxlane.volume.plan import Triple
+from voxlane.volume.scan import read_label, read_scan
 from voxlane.volume.volume_reader import ReadTiming
 
 NUMPY = ".npy"
@@ -127,9 +127,9 @@ def decode_case(
         image = np.concatenate([_decode_npy(body, key) for key, body in image_bodies])
         label = _decode_npy(label_body, label_key)[0].astype(np.uint8, copy=False)
     else:
-        parts = [decode_image(body, key) for key, body in image_bodies]
+        parts = [read_scan(key, body=body).image for key, body in image_bodies]
         image = parts[0] if len(parts) == 1 else np.concatenate(parts)
-        label = decode_label(label_body, label_key)
+        label, _ = read_label(label_key, body=label_body)
     if image.shape[1:] != label.shape:
         raise ScanError(f"{case.id}: the image has {image.shape[1:]} voxels and the label {label.shape}", uri=label_key)
     return image, label

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import locale
 import os
 import tempfile
@@ -11,14 +12,18 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import SimpleITK as sitk  # noqa: N813
 
 from voxlane import uri as uris
-from voxlane.errors import NotFoundError, ScanError
+from voxlane.errors import MissingExtraError, NotFoundError, ScanError
 from voxlane.store import StoreConfig
 from voxlane.store.listing import list_objects
-from voxlane.volume.formats.voxels import NotVolumeError, StoredVoxels, open_store
+from voxlane.volume.formats import NotVolumeError, StoredVoxels, open_store
 from voxlane.volume.geometry import Array, Geometry, format_shape
+
+try:
+    import SimpleITK as sitk  # noqa: N813
+except ImportError:
+    raise MissingExtraError.of("dicom", "reading DICOM, .nrrd and .mha") from None
 
 _LPS_TO_RAS = np.diag([-1.0, -1.0, 1.0])
 _UNEVEN_SHARE = 0.05
@@ -30,13 +35,7 @@ sitk.ProcessObject.SetGlobalWarningDisplay(False)  # the checks below report the
 def read_file(uri: str, config: StoreConfig | None) -> tuple[StoredVoxels, Geometry]:
     """Read one .nrrd or .mha file."""
     with _preserve_locale(), _as_local_files([uri], config) as paths:
-        try:
-            image = sitk.ReadImage(paths[0])
-        except RuntimeError as error:
-            raise ScanError(
-                f"unreadable: {_last_error_line(error)}", uri=uri, fix="Copy it again from its source"
-            ) from None
-    return _to_voxels(image, uri)
+        return _to_voxels(_read_pixels(paths[0], uri, fix="Copy it again from its source"), uri)
 
 
 def read_series(uri: str, config: StoreConfig | None) -> tuple[StoredVoxels, Geometry]:
@@ -112,10 +111,13 @@ def _assemble(slices: list[_Slice], uri: str) -> tuple[StoredVoxels, Geometry]:
             f"{len(series)} DICOM series in one folder: {named}", uri=uri, fix="Put each series into its own folder"
         )
     first = slices[0]
+    read_dicom = functools.partial(
+        _read_pixels, uri=uri, image_io="GDCMImageIO", fix="Copy the series again from its source"
+    )
     if first.components > 1:
         raise NotVolumeError("the voxels are colours", uri=uri, fix="Use a scan of plain intensities")
     if len(slices) == 1:  # an enhanced file holds the whole volume; a plain one is a single slice, rejected below
-        return _to_voxels(_read_pixels([first.path], uri), uri)
+        return _to_voxels(read_dicom(first.path), uri)
     if len({image_slice.size for image_slice in slices}) > 1:
         sizes = sorted({format_shape(image_slice.size[:2]) for image_slice in slices})
         raise ScanError(f"slices of different sizes: {', '.join(sizes)}", uri=uri, fix="Keep the slices of one scan")
@@ -125,7 +127,7 @@ def _assemble(slices: list[_Slice], uri: str) -> tuple[StoredVoxels, Geometry]:
     normal /= np.linalg.norm(normal)
     slices = sorted(slices, key=lambda image_slice: float(image_slice.position @ normal))
     _check_spacing(np.array([float(image_slice.position @ normal) for image_slice in slices]), uri)
-    image = _read_pixels([image_slice.path for image_slice in slices], uri)
+    image = read_dicom([image_slice.path for image_slice in slices])
     step = (slices[-1].position - slices[0].position) / (len(slices) - 1)
     matrix = np.eye(4)
     matrix[:3, :3] = _LPS_TO_RAS @ np.column_stack([first.axes, step])
@@ -164,19 +166,12 @@ def _check_spacing(heights_mm: Array, uri: str) -> None:
     )
 
 
-def _read_pixels(paths: list[str], uri: str) -> Any:
-    """Read the pixels, scaled as the files specify."""
+def _read_pixels(paths: str | list[str], uri: str, *, image_io: str = "", fix: str) -> Any:
+    """Read the pixels of one file or of a stack of files, scaled as the files specify."""
     try:
-        if len(paths) == 1:
-            return sitk.ReadImage(paths[0], imageIO="GDCMImageIO")
-        reader = sitk.ImageSeriesReader()
-        reader.SetImageIO("GDCMImageIO")
-        reader.SetFileNames(paths)
-        return reader.Execute()
+        return sitk.ReadImage(paths, imageIO=image_io)
     except RuntimeError as error:
-        raise ScanError(
-            f"unreadable: {_last_error_line(error)}", uri=uri, fix="Copy the series again from its source"
-        ) from None
+        raise ScanError(f"unreadable: {_last_error_line(error)}", uri=uri, fix=fix) from None
 
 
 def _to_voxels(image: Any, uri: str, affine: Array | None = None) -> tuple[StoredVoxels, Geometry]:

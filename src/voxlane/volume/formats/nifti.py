@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from voxlane.errors import ScanError
-from voxlane.volume.formats.voxels import NotVolumeError, StoredVoxels
+from voxlane.volume.formats import NotVolumeError, StoredVoxels
 from voxlane.volume.geometry import Array, Geometry, format_shape
 
 NIFTI_SUFFIXES = (".nii.gz", ".nii")

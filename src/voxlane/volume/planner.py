@@ -44,23 +44,14 @@ Sizes = tuple[float, ...]
 
 class _Topology(NamedTuple):
     patch: Triple
-    strides: tuple[Triple, ...]
-    kernels: tuple[Triple, ...]
+    network: Network
     divisor: Triple
     """The patch is a multiple of this along each axis."""
 
 
 class _Budget(NamedTuple):
     outputs: int
-    memory_gb: float
-
-    @property
-    def feature_values(self) -> float:
-        return _REFERENCE_FEATURES * self.memory_gb / _REFERENCE_GB
-
-
-def _widths(resolutions: int) -> tuple[int, ...]:
-    return tuple(min(32 * 2**level, MAX_FEATURES) for level in range(resolutions))
+    feature_values: float
 
 
 def make_plan(
@@ -89,7 +80,7 @@ def make_plan(
     target = spacing or _choose_spacing(fingerprint)
     shapes = [compute_new_shape(s, mm, target) for s, mm in zip(fingerprint.shapes, fingerprint.spacings, strict=True)]
     median = tuple(float(n) for n in np.median(shapes, axis=0))
-    budget = _Budget(len(description.targets) + 1, memory_gb)
+    budget = _Budget(len(description.targets) + 1, _REFERENCE_FEATURES * memory_gb / _REFERENCE_GB)
     chosen = _fit_patch(target, median, budget) if patch is None else _make_topology(target, patch)
     return Plan(
         spacing=target,
@@ -99,7 +90,7 @@ def make_plan(
         ),
         patch=chosen.patch,
         batch=_choose_batch(chosen, budget, math.prod(median) * len(fingerprint.shapes)),
-        network=Network(features=_widths(len(chosen.strides)), strides=chosen.strides, kernels=chosen.kernels),
+        network=chosen.network,
         batch_dice=_needs_low_resolution(chosen.patch, target, median, budget),
     )
 
@@ -155,7 +146,7 @@ def _choose_normalisation(channel: str, intensity: Intensity, blanked: bool) -> 
 
 
 def _make_topology(spacing: Sizes, patch: Sizes) -> _Topology:
-    """Choose strides and kernels for `patch`. An axis is halved while it is within a factor of two of the finest and
+    """Choose the network for `patch`. An axis is halved while it is within a factor of two of the finest and
     long enough, and convolved once it is within a factor of two of the finest."""
     mm, size = list(spacing), list(patch)
     strides, kernels = [(1, 1, 1)], []
@@ -175,7 +166,8 @@ def _make_topology(spacing: Sizes, patch: Sizes) -> _Topology:
     kernels.append((3, 3, 3))
     divisor = to_triple(2**n for n in halvings)
     padded = to_triple(math.ceil(n / d) * d for n, d in zip(patch, divisor, strict=True))
-    return _Topology(padded, tuple(strides), tuple(kernels), divisor)
+    features = tuple(min(32 * 2**level, MAX_FEATURES) for level in range(len(strides)))
+    return _Topology(padded, Network(features=features, strides=tuple(strides), kernels=tuple(kernels)), divisor)
 
 
 def _fit_patch(spacing: Sizes, median: Sizes, budget: _Budget) -> _Topology:
@@ -202,11 +194,11 @@ def _feature_values(topology: _Topology, budget: _Budget) -> int:
     """Count the values that the network's convolutions output for one patch, nnU-Net's estimate of memory."""
     size = list(topology.patch)
     total = 0
-    widths = _widths(len(topology.strides))
-    for level, (stride, width) in enumerate(zip(topology.strides, widths, strict=True)):
+    strides, features = topology.network.strides, topology.network.features
+    for level, (stride, width) in enumerate(zip(strides, features, strict=True)):
         size = [n // s for n, s in zip(size, stride, strict=True)]
         # Two convolutions in the encoder; in the decoder a transposed convolution and two more.
-        total += math.prod(size) * width * (2 if level == len(widths) - 1 else 5)
+        total += math.prod(size) * width * (2 if level == len(features) - 1 else 5)
     return total + math.prod(topology.patch) * budget.outputs
 
 

@@ -277,28 +277,20 @@ class Augment(torch.nn.Module):
             return image, label
         draws = self.draws(seeds.tolist(), image.shape[1])
         if support.is_supported(image):
-            return self._augment_fused(image, label, draws)
+            # For the whole batch; one by one, small patches would spend their time on launches.
+            from voxlane.model.kernels.augment import augment  # which imports Triton
+
+            return augment(image, label, draws, self.patch, flat_axis=self.flat_axis, noise_last=self._noise_last)
         image, label = spatial_transforms.transform(
             image, label, [drawn.matrix for drawn in draws], [drawn.flips for drawn in draws], self.patch
         )
-        generator = torch.Generator(image.device) if any(drawn.noise_std for drawn in draws) else None
         for sample, drawn in zip(image, draws, strict=True):
-            self._augment_intensity(sample, drawn, generator)
+            self._augment_intensity(sample, drawn)
         return image, label
 
-    def _augment_fused(
-        self, image: torch.Tensor, label: torch.Tensor, draws: list[SampleAugmentation]
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Augment by kernels for the whole batch; one by one, small patches would spend their time on launches."""
-        from voxlane.model.kernels.augment import augment  # which imports Triton
-
-        return augment(image, label, draws, self.patch, flat_axis=self.flat_axis, noise_last=self._noise_last)
-
-    def _augment_intensity(
-        self, sample: torch.Tensor, drawn: SampleAugmentation, generator: torch.Generator | None
-    ) -> None:
-        if not self._noise_last:
-            _add_noise(sample, drawn, generator)
+    def _augment_intensity(self, sample: torch.Tensor, drawn: SampleAugmentation) -> None:
+        if drawn.noise_std and not self._noise_last:
+            intensity_transforms.add_noise(sample, drawn.noise_std, drawn.noise_seed)
         for x, channel in zip(sample, drawn.channels, strict=True):
             if channel.blur_voxels is not None:
                 intensity_transforms.blur(x, channel.blur_voxels)
@@ -312,8 +304,8 @@ class Augment(torch.nn.Module):
                 intensity_transforms.adjust_gamma(x, channel.gamma_inverted, inverted=True)
             if channel.gamma is not None:
                 intensity_transforms.adjust_gamma(x, channel.gamma, inverted=False)
-        if self._noise_last:
-            _add_noise(sample, drawn, generator)
+        if drawn.noise_std and self._noise_last:
+            intensity_transforms.add_noise(sample, drawn.noise_std, drawn.noise_seed)
 
     def _check(self, image: torch.Tensor, label: torch.Tensor, seeds: torch.Tensor) -> None:
         if image.dim() != 5 or label.shape != (image.shape[0], *image.shape[2:]):
@@ -325,8 +317,3 @@ class Augment(torch.nn.Module):
             raise ConfigError(f"patches of {tuple(image.shape[2:])} voxels cannot be cropped to {self.patch}")
         if seeds.device.type != "cpu" or seeds.shape != image.shape[:1]:
             raise ConfigError("seeds: expected one number per sample, on the CPU, to avoid waiting for the device")
-
-
-def _add_noise(sample: torch.Tensor, drawn: SampleAugmentation, generator: torch.Generator | None) -> None:
-    if drawn.noise_std and generator is not None:
-        intensity_transforms.add_noise(sample, drawn.noise_std, generator.manual_seed(drawn.noise_seed))

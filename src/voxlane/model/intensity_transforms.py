@@ -17,9 +17,9 @@ from voxlane.volume.plan import Triple
 _TINY = 1e-7
 
 
-def add_noise(x: torch.Tensor, std: float, generator: torch.Generator) -> None:
+def add_noise(x: torch.Tensor, std: float, seed: int) -> None:
     """Add Gaussian noise of standard deviation `std` to a tensor of any shape."""
-    noise = torch.empty_like(x).normal_(generator=generator)
+    noise = torch.empty_like(x).normal_(generator=torch.Generator(x.device).manual_seed(seed))
     x.add_(noise, alpha=std)
 
 
@@ -50,8 +50,21 @@ def adjust_gamma(x: torch.Tensor, gamma: float, *, inverted: bool) -> None:
 
 def blur(x: torch.Tensor, sigmas_voxels: tuple[float, float, float]) -> None:
     """Blur with one Gaussian sigma per axis (z, y, x), mirrored at the border without repeating the edge voxel."""
+    # A few shifted sums instead of a convolution: kernels have 3 to 7 taps, a one-channel convolution is slow on the
+    # CPU, and its weights would have to be copied to the GPU.
     for axis, sigma in enumerate(sigmas_voxels):
-        _blur_axis(x, axis, gaussian_weights(sigma, limit=x.shape[axis] - 1))
+        size = x.shape[axis]
+        centre_weight, *weights = gaussian_weights(sigma, limit=size - 1)
+        if not weights:
+            continue
+        radius = len(weights)
+        padding = [0] * 6
+        padding[2 * (2 - axis)] = padding[2 * (2 - axis) + 1] = radius
+        padded = functional.pad(x[None, None], padding, mode="reflect")[0, 0]
+        x.mul_(centre_weight)
+        for step, weight in enumerate(weights, 1):
+            x.add_(padded.narrow(axis, radius - step, size), alpha=weight)
+            x.add_(padded.narrow(axis, radius + step, size), alpha=weight)
 
 
 def gaussian_weights(sigma_voxels: float, limit: int) -> list[float]:
@@ -64,21 +77,6 @@ def gaussian_weights(sigma_voxels: float, limit: int) -> list[float]:
     weights = [math.exp(-0.5 * (step / sigma_voxels) ** 2) for step in range(radius + 1)]
     total = weights[0] + 2 * sum(weights[1:])
     return [weight / total for weight in weights]
-
-
-def _blur_axis(x: torch.Tensor, axis: int, weights: list[float]) -> None:
-    # A few shifted sums instead of a convolution: kernels have 3 to 7 taps, a one-channel convolution is slow on the
-    # CPU, and its weights would have to be copied to the GPU.
-    radius, size = len(weights) - 1, x.shape[axis]
-    if radius == 0:
-        return
-    padding = [0] * 6
-    padding[2 * (2 - axis)] = padding[2 * (2 - axis) + 1] = radius
-    padded = functional.pad(x[None, None], padding, mode="reflect")[0, 0]
-    x.mul_(weights[0])
-    for step in range(1, radius + 1):
-        x.add_(padded.narrow(axis, radius - step, size), alpha=weights[step])
-        x.add_(padded.narrow(axis, radius + step, size), alpha=weights[step])
 
 
 def lower_resolution(x: torch.Tensor, scale: float, unchanged_axis: int | None) -> None:

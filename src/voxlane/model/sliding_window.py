@@ -62,7 +62,14 @@ def predict_windows(
     """
     if image.ndim != 4:
         raise ConfigError(f"image: expected four axes (channels, z, y, x), got {image.ndim}")
-    check_arguments(patch, overlap, batch, mirror_axes)
+    if min(patch) < 1:
+        raise ConfigError(f"patch: expected sides of at least 1, got {list(patch)}")
+    if not 0 <= overlap < 1:
+        raise ConfigError(f"overlap: expected at least 0 and below 1, got {overlap}")
+    if batch < 1:
+        raise ConfigError(f"batch: expected at least 1, got {batch}")
+    if len(set(mirror_axes)) != len(mirror_axes) or not set(mirror_axes) <= {0, 1, 2}:
+        raise ConfigError(f"mirror_axes: expected different axes of 0, 1 and 2, got {list(mirror_axes)}")
     device = torch.device(device) if device is not None else next(network.parameters()).device
     if device.type == "cuda" and device.index is None:
         device = torch.device("cuda", torch.cuda.current_device())
@@ -152,15 +159,11 @@ def window_starts(size: int, patch: int, overlap: float) -> tuple[int, ...]:
     return tuple(dict.fromkeys(round((size - patch) / max(count - 1, 1) * i) for i in range(count)))
 
 
-def gaussian(patch: int) -> Tensor:
-    """Return the weights along one axis of a window: 1 in the centre, with a standard deviation of an eighth of it."""
-    distance = torch.arange(patch, dtype=torch.float64) - patch // 2
-    return torch.exp(-(distance**2) / (2 * (patch / 8) ** 2))
-
-
 def normalised_weights(starts: Sequence[int], size: int, patch: int) -> tuple[Tensor, ...]:
-    """Return each window's weights along one axis, divided by the sum over all windows."""
-    weight, total = gaussian(patch), torch.zeros(size, dtype=torch.float64)
+    """Return each window's weights along one axis, divided by the sum over all windows. They are a Gaussian around the
+    window's centre with a standard deviation of an eighth of the window."""
+    distance = torch.arange(patch, dtype=torch.float64) - patch // 2
+    weight, total = torch.exp(-(distance**2) / (2 * (patch / 8) ** 2)), torch.zeros(size, dtype=torch.float64)
     for start in starts:
         total[start : start + patch] += weight
     return tuple((weight / total[start : start + patch]).float() for start in starts)
@@ -337,18 +340,6 @@ def match_memory_format(network: nn.Module, windows: Tensor) -> Tensor:
         if weight is not None and weight.is_contiguous(memory_format=torch.channels_last_3d):
             return windows.contiguous(memory_format=torch.channels_last_3d)
     return windows
-
-
-def check_arguments(patch: Triple, overlap: float, batch: int, mirror_axes: Sequence[int]) -> None:
-    """Raise ConfigError for invalid arguments."""
-    if min(patch) < 1:
-        raise ConfigError(f"patch: expected sides of at least 1, got {list(patch)}")
-    if not 0 <= overlap < 1:
-        raise ConfigError(f"overlap: expected at least 0 and below 1, got {overlap}")
-    if batch < 1:
-        raise ConfigError(f"batch: expected at least 1, got {batch}")
-    if len(set(mirror_axes)) != len(mirror_axes) or not set(mirror_axes) <= {0, 1, 2}:
-        raise ConfigError(f"mirror_axes: expected different axes of 0, 1 and 2, got {list(mirror_axes)}")
 
 
 def cut_padded_window(image: Tensor, layout: WindowGrid, position: Triple, fill: float) -> Tensor:

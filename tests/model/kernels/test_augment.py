@@ -35,7 +35,10 @@ def augment_with_kernels(
     augment: Augment, image: torch.Tensor, label: torch.Tensor, seeds: list[int], device: Any
 ) -> Batch:
     draws = augment.draws(seeds, image.shape[1])
-    new_image, new_label = augment._augment_fused(image.to(device), label.to(device), draws)
+    axis, noise_last = augment.flat_axis, augment._noise_last
+    new_image, new_label = kernels.augment(
+        image.to(device), label.to(device), draws, augment.patch, flat_axis=axis, noise_last=noise_last
+    )
     assert new_image.dtype == torch.float32
     assert new_image.is_contiguous()
     assert new_label.dtype == label.dtype

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from voxlane.errors import ConfigError
-from voxlane.model import networks, norm
+from voxlane.model import networks
 from voxlane.model.kernels import support
+from voxlane.model.layers import InstanceNormAct, make_norm_and_act
 from voxlane.model.networks import SLOPE, UNet, UNet3D
-from voxlane.model.norm import InstanceNormAct, make_norm_and_act
 from voxlane.volume.plan import Network
 
 SMALL = Network(
@@ -188,11 +188,11 @@ def test_norm_without_kernel_matches_pytorch(slope: float) -> None:
 
 def test_unsupported_gpu_is_reported_once(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setattr(support, "unsupported_reason", lambda index: "Triton is not installed (pip install triton)")
-    norm._check_and_warn.cache_clear()
+    support._check_and_warn.cache_clear()
     with caplog.at_level(logging.WARNING, "voxlane"):
-        assert not norm._is_device_supported(0)
-        assert not norm._is_device_supported(0)
-    norm._check_and_warn.cache_clear()
+        assert not support._is_device_supported(0)
+        assert not support._is_device_supported(0)
+    support._check_and_warn.cache_clear()
     (message,) = caplog.messages
     assert "cuda:0" in message
     assert "pip install triton" in message

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
 
-from voxlane.model.norm import can_use_kernels
+from voxlane.model.kernels.support import can_use_kernels
 
 SMOOTH = {"nnunet": 1e-5, "mlperf": 1e-6}
 """Constant added to numerator and denominator of Dice, so that correctly predicting an absent class scores 1."""
@@ -103,9 +103,8 @@ class DiceCE(nn.Module):
         sums = [dice_ce_sums(head, label, self.label_table) for head, label in zip(heads, labels, strict=True)]
         overlap, probabilities, truth = (torch.stack([head_sums[i] for head_sums in sums]) for i in range(3))
         counts = [head.numel() if self.regions else label.numel() for head, label in zip(heads, labels, strict=True)]
-        cross_entropy = torch.stack([head_sums[3] / count for head_sums, count in zip(sums, counts, strict=True)]).sum(
-            1
-        )
+        entropies = [head_sums[3] / count for head_sums, count in zip(sums, counts, strict=True)]
+        cross_entropy = torch.stack(entropies).sum(1)
         dice = self._soft_dice(overlap, probabilities + truth).flatten(1).mean(1)
         weights = self.head_halves[: len(heads)] * head_weights(len(heads))[0]
         total = ((1 - dice + cross_entropy) * weights).sum()

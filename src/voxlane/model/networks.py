@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 
 from voxlane.errors import ConfigError
-from voxlane.model.layers import ConvStage, FinalConv, UpConv
-from voxlane.model.norm import make_norm_and_act
+from voxlane.model.layers import ConvStage, FinalConv, UpConv, make_norm_and_act
 
 if TYPE_CHECKING:  # networks can be built without the dependencies of a plan
     from voxlane.volume.plan import Network, Norm, Triple

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from voxlane.bench.step.variants import Topology
-from voxlane.model import layers, norm
+from voxlane.model import layers
 from voxlane.model.kernels.final_conv import final_conv
 from voxlane.model.kernels.loss import dice_ce_sums
 from voxlane.model.kernels.norm import norm_act
@@ -126,8 +126,7 @@ def compute_dtype(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> torc
     """
     if device.type == "cuda":
         return torch.bfloat16
-    for module in (layers, norm):
-        monkeypatch.setattr(module, "can_use_kernels", lambda x: True)
+    monkeypatch.setattr(layers, "can_use_kernels", lambda x: True)
     monkeypatch.setattr(layers, "_HALF_DTYPES", (torch.float32,))
     monkeypatch.setattr(layers, "_MIN_SIDE", 1000)
     return torch.float32

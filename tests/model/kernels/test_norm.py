@@ -11,11 +11,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from voxlane.model import norm as model
+from voxlane.model import layers as model
 from voxlane.model.kernels import norm as kernel
 from voxlane.model.kernels.norm import norm_act
-from voxlane.model.layers import ConvStage, conv_norm_act
-from voxlane.model.norm import InstanceNormAct
+from voxlane.model.layers import ConvStage, InstanceNormAct, conv_norm_act
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 """Tolerance relative to the largest value: a few times the rounding error of the dtype."""

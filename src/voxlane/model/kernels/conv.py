@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from voxlane.model.kernels.cuda import CompiledKernel, CompileJob, explain_failure
-from voxlane.model.kernels.support import operator
+from voxlane.model.kernels.support import operator, save_inputs
 
 CHANNELS = 32
 CAPABILITY = (9, 0)
@@ -74,11 +74,6 @@ def _weight_gradient(first: Tensor, second: Tensor | None, dy: Tensor) -> Tensor
     return torch.cat(parts, 1) if len(parts) > 1 else parts[0].contiguous()
 
 
-def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    ctx.set_materialize_grads(False)
-    ctx.save_for_backward(*inputs)
-
-
 def _run_backward(ctx: Any, dy: Tensor | None, _: Tensor | None) -> tuple[Tensor | None, ...]:
     first, second, weight = ctx.saved_tensors
     if dy is None:
@@ -91,7 +86,7 @@ def _run_backward(ctx: Any, dy: Tensor | None, _: Tensor | None) -> tuple[Tensor
     )
 
 
-conv.register_autograd(_run_backward, setup_context=_save_for_backward)
+conv.register_autograd(_run_backward, setup_context=save_inputs)
 
 
 def _as_channels_last(x: Tensor) -> Tensor:

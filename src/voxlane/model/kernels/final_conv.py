@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from voxlane.model.kernels.support import operator
+from voxlane.model.kernels.support import operator, save_inputs
 
 PROGRAMS = 1056
 """Programs that share a batch in backward: eight for each multiprocessor of an H200."""
@@ -63,18 +63,13 @@ def _allocate_gradients(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor, Tens
     return torch.empty_like(x, memory_format=_LAST_3D), d_weight, d_bias
 
 
-def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    ctx.save_for_backward(inputs[0], inputs[1])
-    ctx.kind = inputs[2].dtype
-
-
 def _run_backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    x, weight = ctx.saved_tensors
+    x, weight, bias = ctx.saved_tensors
     dx, d_weight, d_bias = _backward(x, weight, dy)
-    return dx, d_weight.to(weight.dtype), d_bias.to(ctx.kind)
+    return dx, d_weight.to(weight.dtype), d_bias.to(bias.dtype)
 
 
-final_conv.register_autograd(_run_backward, setup_context=_save_for_backward)
+final_conv.register_autograd(_run_backward, setup_context=save_inputs)
 
 
 def _padded(outputs: int) -> int:

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from voxlane.model.kernels.support import operator
+from voxlane.model.kernels.support import operator, save_inputs
 
 PROGRAMS = 2112
 """Programs that share a batch: sixteen for each of an H200's 132 multiprocessors."""
@@ -94,11 +94,6 @@ def _backward(
     return gradient
 
 
-def _save_for_backward(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor], output: Any) -> None:
-    ctx.set_materialize_grads(False)
-    ctx.save_for_backward(*inputs)
-
-
 def _run_backward(
     ctx: Any, both: Tensor | None, chances: Tensor | None, _: Tensor | None, entropy: Tensor | None
 ) -> tuple[Tensor | None, None, None]:
@@ -108,7 +103,7 @@ def _run_backward(
     return _backward(logits, label, table, both, chances, entropy), None, None
 
 
-_forward.register_autograd(_run_backward, setup_context=_save_for_backward)
+_forward.register_autograd(_run_backward, setup_context=save_inputs)
 
 
 def _allocate_sums(logits: Tensor, table: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import logging
 from collections.abc import Callable
 from typing import Any, ParamSpec, Protocol, TypeVar
 
 import torch
 from torch import Tensor
+
+_log = logging.getLogger("voxlane")
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 P = ParamSpec("P")
 R = TypeVar("R", covariant=True)
@@ -34,6 +38,35 @@ def unsupported_reason(device_index: int) -> str | None:
         actual, needed = (".".join(map(str, version)) for version in (capability, CAPABILITY))
         return f"{torch.cuda.get_device_name(device_index)} has compute capability {actual}, they need {needed}"
     return None
+
+
+def can_use_kernels(x: Tensor) -> bool:
+    """Return whether our kernels support this device and dtype; warn once about an unsupported GPU."""
+    return x.is_cuda and x.dtype in _DTYPES and _is_device_supported(x.device.index)
+
+
+@torch.compiler.assume_constant_result
+def _is_device_supported(device_index: int) -> bool:
+    return _check_and_warn(device_index)
+
+
+@functools.cache
+def _check_and_warn(device_index: int) -> bool:
+    reason = unsupported_reason(device_index)
+    if reason is not None:
+        _log.warning(
+            "cuda:%d: instance norm and loss use PyTorch's operations, which give the same results but are slower, "
+            "because Voxlane's kernels are not supported: %s",
+            device_index,
+            reason,
+        )
+    return reason is None
+
+
+def save_inputs(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    """Save all inputs, which are tensors or None, for an operator's gradient; unused outputs get the gradient None."""
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(*inputs)
 
 
 class Operator(Protocol[P, R]):

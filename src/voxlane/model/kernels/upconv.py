@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from voxlane.model.kernels.support import operator
+from voxlane.model.kernels.support import operator, save_inputs
 
 BLOCK = 128
 """Voxels per block."""
@@ -49,25 +49,20 @@ def upconv(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     return y
 
 
-def _save_upconv(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    ctx.save_for_backward(inputs[0], inputs[1])
-    ctx.kind = inputs[2].dtype
-
-
 def _upconv_backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
     # cuDNN computes the other gradients at nearly the memory's rate.
-    x, weight = ctx.saved_tensors
+    x, weight, bias = ctx.saved_tensors
     dy = dy.contiguous(memory_format=_LAST_3D)
     up, needed = list(weight.shape[2:]), ctx.needs_input_grad
     weight_16 = weight.to(x.dtype, memory_format=_LAST_3D)
     dx, d_weight, _ = torch.ops.aten.convolution_backward(
         dy, x, weight_16, None, up, [0, 0, 0], [1, 1, 1], True, [0, 0, 0], 1, [needed[0], needed[1], False]
     )
-    d_bias = _sums(dy).to(ctx.kind) if needed[2] else None
+    d_bias = _sums(dy).to(bias.dtype) if needed[2] else None
     return dx, None if d_weight is None else d_weight.to(weight.dtype), d_bias
 
 
-upconv.register_autograd(_upconv_backward, setup_context=_save_upconv)
+upconv.register_autograd(_upconv_backward, setup_context=save_inputs)
 
 
 @operator("voxlane::channel_sums", lambda x: x.new_empty((x.shape[1],), dtype=torch.float32))

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from voxlane.errors import ConfigError
-from voxlane.model import intensity_transforms
+from voxlane.model import transforms
 from voxlane.model.augment import Augment, AugmentSettings, ChannelAugmentation, SampleAugmentation, draws
 from voxlane.settings import build, to_plain
 
@@ -322,7 +322,7 @@ def test_integer_labels_keep_their_type() -> None:
 
 @pytest.mark.parametrize(("sigma", "taps"), [(0.5, 3), (0.58, 3), (0.59, 5), (0.75, 5), (0.92, 7), (1.0, 7)])
 def test_blur_kernel_has_the_length_of_nnunet(sigma: float, taps: int) -> None:
-    weights = intensity_transforms.gaussian_weights(sigma, limit=99)
+    weights = transforms.gaussian_weights(sigma, limit=99)
     assert 2 * len(weights) - 1 == taps
     assert weights[0] + 2 * sum(weights[1:]) == pytest.approx(1.0)
 

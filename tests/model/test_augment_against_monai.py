@@ -14,7 +14,7 @@ from monai.networks.layers.simplelayers import separable_filtering
 from scipy import stats
 
 from tests.model.test_augment import PATCH, make_batch, seeds, settings_with_only
-from voxlane.model import intensity_transforms, spatial_transforms
+from voxlane.model import transforms
 from voxlane.model.augment import Augment, SampleAugmentation, draws
 
 ANGLES, SCALES = (0.3, -0.5, 0.2), (1.2, 1.2, 1.2)
@@ -30,10 +30,10 @@ def to_tensor(tensor: Any) -> torch.Tensor:
 
 def test_rotation_and_scaling() -> None:
     image, label = make_batch(1)
-    matrix = spatial_transforms.make_matrix(ANGLES, SCALES)
+    matrix = transforms.make_matrix(ANGLES, SCALES)
     affine = np.eye(4)
     affine[:3, :3] = matrix
-    new_image, new_label = spatial_transforms.transform(image, label, [matrix], [(False, False, False)], PATCH)
+    new_image, new_label = transforms.resample_patches(image, label, [matrix], [(False, False, False)], PATCH)
     reference = {
         mode: mt.Affine(affine=affine, padding_mode="border", mode=mode, image_only=True)
         for mode in ("bilinear", "nearest")
@@ -48,8 +48,8 @@ def test_rotation_about_one_axis(axis: int) -> None:
     image, label = make_batch(1)
     angles = [0.0, 0.0, 0.0]
     angles[axis] = 0.4
-    new_image, _ = spatial_transforms.transform(
-        image, label, [spatial_transforms.make_matrix(angles, (1, 1, 1))], [(False, False, False)], PATCH
+    new_image, _ = transforms.resample_patches(
+        image, label, [transforms.make_matrix(angles, (1, 1, 1))], [(False, False, False)], PATCH
     )
     reference = mt.Rotate(angle=tuple(angles), keep_size=True, padding_mode="border")(image[0])
     assert torch.allclose(new_image[0], to_tensor(reference), atol=1e-4)
@@ -57,14 +57,14 @@ def test_rotation_about_one_axis(axis: int) -> None:
 
 def test_mirroring() -> None:
     image, label = make_batch(1)
-    new_image, _ = spatial_transforms.transform(image, label, [None], [(True, False, True)], PATCH)
+    new_image, _ = transforms.resample_patches(image, label, [None], [(True, False, True)], PATCH)
     assert torch.equal(new_image[0], to_tensor(mt.Flip(spatial_axis=(0, 2))(image[0])))
 
 
 @pytest.mark.parametrize("sigmas", [(0.5, 0.7, 1.0), (0.9, 0.6, 0.8)])
 def test_blur(sigmas: tuple[float, float, float]) -> None:
     x = make_channel()
-    radii = [len(intensity_transforms.gaussian_weights(sigma, limit=99)) - 1 for sigma in sigmas]
+    radii = [len(transforms.gaussian_weights(sigma, limit=99)) - 1 for sigma in sigmas]
     kernels = [
         gaussian_1d(torch.tensor(sigma), truncated=radius / sigma, approx="sampled", normalize=True)
         for sigma, radius in zip(sigmas, radii, strict=True)
@@ -72,7 +72,7 @@ def test_blur(sigmas: tuple[float, float, float]) -> None:
     reference = separable_filtering(x[None, None], kernels, mode="reflect")[0, 0]
     default = to_tensor(mt.GaussianSmooth(sigma=sigmas)(x[None]))[0]
     before = x.std()
-    intensity_transforms.blur(x, sigmas)
+    transforms.blur(x, sigmas)
     assert torch.allclose(x, reference, atol=1e-5)
     # MONAI's default kernel averages the Gaussian over a voxel and pads the patch with zeros.
     inner = (slice(4, -4),) * 3
@@ -85,7 +85,7 @@ def test_brightness_and_contrast(factor: float) -> None:
     reference = to_tensor(mt.ScaleIntensityFixedMean(factor=factor - 1, preserve_range=True, fixed_mean=True)(x[None]))[
         0
     ]
-    intensity_transforms.adjust_contrast(x, factor)
+    transforms.adjust_contrast(x, factor)
     assert torch.allclose(x, reference, atol=1e-5)
 
 
@@ -94,7 +94,7 @@ def test_brightness_and_contrast(factor: float) -> None:
 def test_gamma(gamma: float, inverted: bool) -> None:
     x = make_channel()
     reference = to_tensor(mt.AdjustContrast(gamma, invert_image=inverted, retain_stats=True)(x[None]))[0]
-    intensity_transforms.adjust_gamma(x, gamma, inverted=inverted)
+    transforms.adjust_gamma(x, gamma, inverted=inverted)
     assert torch.allclose(x, reference, atol=1e-4)
 
 
@@ -104,7 +104,7 @@ def test_low_resolution(scale: float) -> None:
     reference = mt.RandSimulateLowResolution(
         prob=1.0, downsample_mode="nearest-exact", upsample_mode="trilinear", zoom_range=(scale, scale)
     )(x[None])
-    intensity_transforms.lower_resolution(x, scale, None)
+    transforms.lower_resolution(x, scale, None)
     assert torch.allclose(x, to_tensor(reference)[0], atol=1e-5)
 
 
@@ -137,7 +137,7 @@ def test_rotation_and_scaling_have_the_distribution_of_monai() -> None:
     assert same_distribution([m.scales[0] for m in samples if m.scales], scales)
     # The order of the three rotations differs from MONAI's, but the distribution of their total angle does not.
     assert same_distribution(
-        [float(np.trace(spatial_transforms.make_matrix(m.angles, (1, 1, 1)))) for m in samples if m.angles], traces
+        [float(np.trace(transforms.make_matrix(m.angles, (1, 1, 1)))) for m in samples if m.angles], traces
     )
 
 

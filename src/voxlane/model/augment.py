@@ -22,7 +22,7 @@ import pydantic
 import torch
 
 from voxlane.errors import ConfigError
-from voxlane.model import intensity_transforms, spatial_transforms
+from voxlane.model import transforms
 from voxlane.model.kernels import support
 from voxlane.settings import record
 from voxlane.volume.plan import Triple
@@ -150,11 +150,11 @@ class SampleAugmentation:
     channels: tuple[ChannelAugmentation, ...]
 
     @property
-    def matrix(self) -> spatial_transforms.Matrix | None:
+    def matrix(self) -> transforms.Matrix | None:
         """Matrix of rotation and scaling; None if neither is done."""
         if self.angles is None and self.scales is None:
             return None
-        return spatial_transforms.make_matrix(self.angles or (0.0, 0.0, 0.0), self.scales or (1.0, 1.0, 1.0))
+        return transforms.make_matrix(self.angles or (0.0, 0.0, 0.0), self.scales or (1.0, 1.0, 1.0))
 
 
 _PER_SAMPLE, _PER_CHANNEL = 20, 14
@@ -281,7 +281,7 @@ class Augment(torch.nn.Module):
             from voxlane.model.kernels.augment import augment  # which imports Triton
 
             return augment(image, label, draws, self.patch, flat_axis=self.flat_axis, noise_last=self._noise_last)
-        image, label = spatial_transforms.transform(
+        image, label = transforms.resample_patches(
             image, label, [drawn.matrix for drawn in draws], [drawn.flips for drawn in draws], self.patch
         )
         for sample, drawn in zip(image, draws, strict=True):
@@ -290,22 +290,22 @@ class Augment(torch.nn.Module):
 
     def _augment_intensity(self, sample: torch.Tensor, drawn: SampleAugmentation) -> None:
         if drawn.noise_std and not self._noise_last:
-            intensity_transforms.add_noise(sample, drawn.noise_std, drawn.noise_seed)
+            transforms.add_noise(sample, drawn.noise_std, drawn.noise_seed)
         for x, channel in zip(sample, drawn.channels, strict=True):
             if channel.blur_voxels is not None:
-                intensity_transforms.blur(x, channel.blur_voxels)
+                transforms.blur(x, channel.blur_voxels)
             if channel.brightness is not None:
                 x.mul_(channel.brightness)
             if channel.contrast is not None:
-                intensity_transforms.adjust_contrast(x, channel.contrast)
+                transforms.adjust_contrast(x, channel.contrast)
             if channel.low_resolution is not None:
-                intensity_transforms.lower_resolution(x, channel.low_resolution, self.flat_axis)
+                transforms.lower_resolution(x, channel.low_resolution, self.flat_axis)
             if channel.gamma_inverted is not None:
-                intensity_transforms.adjust_gamma(x, channel.gamma_inverted, inverted=True)
+                transforms.adjust_gamma(x, channel.gamma_inverted, inverted=True)
             if channel.gamma is not None:
-                intensity_transforms.adjust_gamma(x, channel.gamma, inverted=False)
+                transforms.adjust_gamma(x, channel.gamma, inverted=False)
         if drawn.noise_std and self._noise_last:
-            intensity_transforms.add_noise(sample, drawn.noise_std, drawn.noise_seed)
+            transforms.add_noise(sample, drawn.noise_std, drawn.noise_seed)
 
     def _check(self, image: torch.Tensor, label: torch.Tensor, seeds: torch.Tensor) -> None:
         if image.dim() != 5 or label.shape != (image.shape[0], *image.shape[2:]):

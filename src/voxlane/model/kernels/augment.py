@@ -33,8 +33,7 @@ import torch
 import triton
 import triton.language as tl
 
-from voxlane.model.intensity_transforms import coarse_shape, gaussian_weights
-from voxlane.model.spatial_transforms import coordinate_steps
+from voxlane.model.transforms import coarse_shape, coordinate_steps, gaussian_weights
 from voxlane.volume.plan import Triple
 
 if TYPE_CHECKING:
@@ -77,8 +76,7 @@ class _PassLists:
         noise_last: bool,
     ) -> None:
         self._patch, self._flat_axis, self._noise_last = patch, flat_axis, noise_last
-        self._data: list[bytes] = []
-        self._data_words = 0
+        self._data = bytearray()
         self.lists: dict[str, list[bytes]] = {name: [] for name in _PASSES}
         matrices, flips = [sample.matrix for sample in samples], [sample.flips for sample in samples]
         all_steps = iter(coordinate_steps(matrices, flips, patch, source))
@@ -97,10 +95,8 @@ class _PassLists:
 
     def _add(self, data: bytes) -> int:
         """Add data and return its position in the table, in words of 4 bytes."""
-        place = self._data_words
-        self._data.append(data)
-        self._data_words += len(data) // 4
-        return place
+        self._data += data
+        return (len(self._data) - len(data)) // 4
 
     def _add_row(self, row: int, index: int, sample: SampleAugmentation, steps: int) -> None:
         lists, patch, channel = self.lists, self._patch, sample.channels[index]
@@ -137,14 +133,11 @@ class _PassLists:
 
     def table(self, device: torch.device) -> tuple[torch.Tensor, dict[str, int]]:
         """Return the table on the device, and the first word of each list."""
-        parts, firsts, words = list(self._data), {}, self._data_words
-        for name, entries in self.lists.items():
-            firsts[name] = words
-            parts += entries
-            words += sum(map(len, entries)) // 4
+        firsts = {name: self._add(b"".join(entries)) for name, entries in self.lists.items()}
+        words = np.frombuffer(self._data, dtype=np.int32)
         # From pinned memory, because any other copy waits for the GPU.
-        packed = torch.empty(words, dtype=torch.int32, pin_memory=device.type == "cuda")
-        packed.numpy()[:] = np.frombuffer(b"".join(parts), dtype=np.int32)
+        packed = torch.empty(len(words), dtype=torch.int32, pin_memory=device.type == "cuda")
+        packed.numpy()[:] = words
         return packed.to(device, non_blocking=True), firsts
 
 

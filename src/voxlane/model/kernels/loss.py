@@ -65,13 +65,13 @@ def _forward(logits: Tensor, label: Tensor, table: Tensor) -> tuple[Tensor, Tens
     batch, outputs = logits.shape[:2]
     targets = sums[0].shape[1]
     cut = _Cut(logits, table)
-    partials = logits.new_empty((batch, cut.pieces, 4, cut.how["COLS"]), dtype=torch.float32)
+    partials = logits.new_empty((batch, cut.pieces, 4, cut.tile["COLS"]), dtype=torch.float32)
     _sum_pieces[(batch * cut.pieces,)](
-        logits, label, table, partials, *logits.stride(), *label.stride(), *cut.counts, **cut.how
+        logits, label, table, partials, *logits.stride(), *label.stride(), *cut.counts, **cut.tile
     )
     _sum_all[(batch * 4,)](
         partials, *sums, cut.pieces, targets,
-        COLS=cut.how["COLS"], SKIP=outputs - targets, FOLD=max(16, TILE // cut.how["COLS"]),
+        COLS=cut.tile["COLS"], SKIP=outputs - targets, FOLD=max(16, TILE // cut.tile["COLS"]),
     )  # fmt: skip
     return sums
 
@@ -89,7 +89,7 @@ def _backward(
     _gradient_pieces[(logits.shape[0] * cut.pieces,)](
         logits, label, table, both, chances, entropy, gradient,
         *logits.stride(), *label.stride(), *gradient.stride(), *strides, 0 if entropy is None else entropy.stride(0),
-        *cut.counts, SKIP=0 if table.dim() == 2 else 1, **cut.how,
+        *cut.counts, SKIP=0 if table.dim() == 2 else 1, **cut.tile,
     )  # fmt: skip
     return gradient
 
@@ -125,7 +125,7 @@ class _Cut:
         rows = triton.cdiv(tiles, triton.cdiv(PROGRAMS, batch)) * tile_rows
         self.pieces: int = triton.cdiv(voxels, rows)
         self.counts = (height, width, voxels, rows, self.pieces)
-        self.how = {"OUTPUTS": outputs, "COLS": cols, "ROWS": tile_rows, "REGIONS": table.dim() == 2, "num_warps": 4}
+        self.tile = {"OUTPUTS": outputs, "COLS": cols, "ROWS": tile_rows, "REGIONS": table.dim() == 2, "num_warps": 4}
 
 
 # -- kernels -----------------------------------------------------------------------------------------------------

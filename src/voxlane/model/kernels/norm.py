@@ -84,18 +84,18 @@ def _forward(
     if partials is None and voxels <= FEW_VOXELS:
         small = _Small(batch, voxels, channels)
         _small_forward[small.grid](
-            x, weight, bias, y, stats, eps, slope, voxels, channels, small.blocks, batch, **small.how
+            x, weight, bias, y, stats, eps, slope, voxels, channels, small.blocks, batch, **small.tile
         )
         return y, stats
     cut = _Cut(batch, voxels, channels)
     if partials is None:
         partials = x.new_empty((batch, cut.pieces, 3, channels), dtype=torch.float32)
-        _describe[cut.grid](x, partials, voxels, channels, cut.rows, cut.pieces, cut.blocks, **cut.how)
+        _describe[cut.grid](x, partials, voxels, channels, cut.rows, cut.pieces, cut.blocks, **cut.tile)
     partials = _reduce_pieces(partials, _fold_stats)
     _apply[cut.grid](
         x, weight, bias, partials, y, stats, eps, slope,
         voxels, channels, cut.rows, cut.pieces, cut.blocks, batch, partials.shape[1],
-        FEW=FEW_PIECES, **cut.how,
+        FEW=FEW_PIECES, **cut.tile,
     )  # fmt: skip
     return y, stats
 
@@ -115,23 +115,23 @@ def _backward(
         small = _Small(batch, voxels, channels)
         sums = grads if batch == 1 else x.new_empty((batch, 3, channels), dtype=torch.float32)
         _small_backward[small.grid](
-            dy, x, weight, bias, stats, dx, sums, slope, voxels, channels, small.blocks, batch, **small.how
+            dy, x, weight, bias, stats, dx, sums, slope, voxels, channels, small.blocks, batch, **small.tile
         )
         if batch > 1:
             _fold_sums[(small.blocks,)](
-                sums, grads, channels, small.blocks, batch, 1, COLS=small.how["COLS"], FOLD=FOLD, num_warps=4
+                sums, grads, channels, small.blocks, batch, 1, COLS=small.tile["COLS"], FOLD=FOLD, num_warps=4
             )
         return dx, grads
     cut = _Cut(batch, voxels, channels)
     sums = x.new_empty((batch, cut.pieces, 3, channels), dtype=torch.float32)
     _describe_gradient[cut.grid](
-        dy, x, weight, bias, stats, sums, slope, voxels, channels, cut.rows, cut.pieces, cut.blocks, batch, **cut.how
+        dy, x, weight, bias, stats, sums, slope, voxels, channels, cut.rows, cut.pieces, cut.blocks, batch, **cut.tile
     )
     sums = _reduce_pieces(sums, _fold_sums)
     _apply_gradient[cut.grid](
         dy, x, weight, bias, stats, sums, dx, grads, slope,
         voxels, channels, cut.rows, cut.pieces, cut.blocks, batch, sums.shape[1],
-        FEW=FEW_PIECES, **cut.how,
+        FEW=FEW_PIECES, **cut.tile,
     )  # fmt: skip
     return dx, grads
 
@@ -178,7 +178,7 @@ class _Cut:
         self.grid = (batch * self.pieces * self.blocks,)
         # Numbers that are not aligned to 16 bytes are loaded one by one, each with an address, which needs more
         # threads.
-        self.how = {
+        self.tile = {
             **_tile_shape(tile_rows, cols, channels),
             "num_warps": 4 if channels % 16 == 0 or channels == 8 else 8,
         }
@@ -194,7 +194,7 @@ class _Small:
         self.blocks = triton.cdiv(channels, cols)
         self.grid = (batch * self.blocks,)
         warps = min(16, max(1, tile_rows * cols // 1024))
-        self.how = {**_tile_shape(tile_rows, cols, channels), "num_warps": warps}
+        self.tile = {**_tile_shape(tile_rows, cols, channels), "num_warps": warps}
 
 
 def _choose_columns(channels: int, at_most: int) -> int:

@@ -124,11 +124,19 @@ def describe_grid_difference(a: Geometry, b: Geometry, tolerance_mm: float = SAM
     if a.canonical_shape != b.canonical_shape:
         shapes = format_shape(a.canonical_shape), format_shape(b.canonical_shape)
         return f"the shapes differ: {shapes[0]} and {shapes[1]} voxels (z, y, x)"
-    shape = a.canonical_shape[::-1]
-    distance_mm = _max_distance_mm(shape, a.canonical_affine, b.canonical_affine)
+    distance_mm = _max_distance_mm(a.canonical_shape[::-1], a.canonical_affine, b.canonical_affine)
     if distance_mm <= tolerance_mm:
         return None
-    return f"{_describe_affine_difference(a, b)}; their voxels are up to {distance_mm:.3g} mm apart"
+    parts = []
+    if np.abs(np.subtract(a.spacing, b.spacing)).max() > _SPACING_TOLERANCE_MM:
+        parts.append(f"the spacings differ: {_mm(a.spacing)} and {_mm(b.spacing)} mm (z, y, x)")
+    first, second = np.asarray(a.canonical_affine), np.asarray(b.canonical_affine)
+    a_directions, b_directions = (m[:3, :3] / np.linalg.norm(m[:3, :3], axis=0) for m in (first, second))
+    if np.abs(a_directions - b_directions).max() > _DIRECTION_TOLERANCE:
+        parts.append("the directions of the axes differ")
+    if not parts or np.abs(first[:3, 3] - second[:3, 3]).max() > SAME_MM:
+        parts.append(f"the origins differ: {_mm(first[:3, 3])} and {_mm(second[:3, 3])} mm (x, y, z)")
+    return f"{', '.join(parts)}; their voxels are up to {distance_mm:.3g} mm apart"
 
 
 def max_voxel_distance_mm(a: Geometry, b: Geometry) -> float:
@@ -152,20 +160,6 @@ def _max_distance_mm(shape: tuple[int, ...], a: Affine, b: Affine) -> float:
     # Both maps are affine, so their difference is largest at a corner.
     corners = np.array([(*corner, 1) for corner in itertools.product(*((0, n - 1) for n in shape))], np.float64)
     return float(np.linalg.norm(corners @ (np.asarray(a) - np.asarray(b)).T, axis=1).max())
-
-
-def _describe_affine_difference(a: Geometry, b: Geometry) -> str:
-    """Describe how two affines differ."""
-    parts = []
-    if np.abs(np.subtract(a.spacing, b.spacing)).max() > _SPACING_TOLERANCE_MM:
-        parts.append(f"the spacings differ: {_mm(a.spacing)} and {_mm(b.spacing)} mm (z, y, x)")
-    first, second = np.asarray(a.canonical_affine), np.asarray(b.canonical_affine)
-    a_directions, b_directions = (m[:3, :3] / np.linalg.norm(m[:3, :3], axis=0) for m in (first, second))
-    if np.abs(a_directions - b_directions).max() > _DIRECTION_TOLERANCE:
-        parts.append("the directions of the axes differ")
-    if not parts or np.abs(first[:3, 3] - second[:3, 3]).max() > SAME_MM:
-        parts.append(f"the origins differ: {_mm(first[:3, 3])} and {_mm(second[:3, 3])} mm (x, y, z)")
-    return ", ".join(parts)
 
 
 def format_shape(shape: tuple[int, ...]) -> str:

@@ -26,7 +26,7 @@ from voxlane.errors import ConfigError, NotFoundError, PreparedError
 from voxlane.store import Store, StoreConfig
 from voxlane.store.listing.parquet import ParquetRows
 from voxlane.volume.description import Description
-from voxlane.volume.plan import Plan
+from voxlane.volume.plan import Plan, Triple, to_triple
 
 HEADER = "prepared.json"
 VERSION = 1
@@ -52,10 +52,9 @@ class PreparedCase:
     """Location and encoding of the arrays; see `volume.case_writer`."""
 
     @property
-    def shape(self) -> tuple[int, int, int]:
+    def shape(self) -> Triple:
         """Number of voxels (z, y, x)."""
-        z, y, x = self.volume["label"]["shape"]
-        return z, y, x
+        return to_triple(self.volume["label"]["shape"])
 
 
 @dataclass(frozen=True, kw_only=True)

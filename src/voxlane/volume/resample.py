@@ -84,7 +84,8 @@ def label_to_shape(label: NDArray[np.uint8], shape: Triple, *, nearest_axis: int
         others = tuple(a for a in range(3) if a != axis)
         used_columns = np.flatnonzero((label != 0).any(axis=others))
         columns = slice(int(used_columns[0]), int(used_columns[-1]) + 1)
-        matrix = _nearest_matrix(old, new) if axis == nearest_axis else _linear_matrix(old, new)
+        nearest_voxels = _nearest_voxels(old, new)
+        matrix = np.eye(old, dtype=np.float32)[nearest_voxels] if axis == nearest_axis else _linear_matrix(old, new)
         rows = np.flatnonzero((matrix[:, columns] != 0).any(axis=1))
         if not len(rows):
             return result
@@ -92,7 +93,7 @@ def label_to_shape(label: NDArray[np.uint8], shape: Triple, *, nearest_axis: int
         region.append(row_range)
         inside.append(columns)
         matrices.append(np.ascontiguousarray(matrix[row_range, columns], np.float32))
-        nearest.append(_nearest_voxels(old, new)[row_range])
+        nearest.append(nearest_voxels[row_range])
     result[tuple(region)] = _vote_labels(label[tuple(inside)], label[np.ix_(*nearest)], values, matrices)
     return result
 
@@ -194,12 +195,6 @@ def _positions(old: int, new: int) -> NDArray[np.float64]:
 def _nearest_voxels(old: int, new: int) -> NDArray[np.int64]:
     """Return the index of the old voxel nearest to each new one."""
     return np.clip(np.floor(_positions(old, new) + 0.5), 0, old - 1).astype(np.int64)
-
-
-def _nearest_matrix(old: int, new: int) -> NDArray[np.float32]:
-    matrix = np.zeros((new, old), np.float32)
-    matrix[np.arange(new), _nearest_voxels(old, new)] = 1
-    return matrix
 
 
 def _linear_matrix(old: int, new: int) -> NDArray[np.float32]:

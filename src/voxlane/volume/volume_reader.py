@@ -204,12 +204,7 @@ class VolumeReader:
         return self._arrays[array]
 
     def start(
-        self,
-        array: str,
-        start: Sequence[int] | None = None,
-        stop: Sequence[int] | None = None,
-        *,
-        fill: float | None = None,
+        self, array: str, start: Sequence[int] = (), stop: Sequence[int] = (), *, fill: float | None = None
     ) -> PendingRead:
         """Start reading `[start, stop)`, by default the whole array, and return before the bytes arrive. Bounds may
         omit leading axes, which are then read completely: (z, y, x) is sufficient for an image. With `fill`, the region
@@ -441,9 +436,8 @@ def _completed(value: _V) -> Future[_V]:
     return future
 
 
-def _fill_in_bounds(bounds: Sequence[int] | None, array_bounds: list[int]) -> list[int]:
+def _fill_in_bounds(bounds: Sequence[int], array_bounds: list[int]) -> list[int]:
     """Return bounds for all axes: `bounds` for the last axes, preceded by those of the whole array."""
-    bounds = () if bounds is None else bounds
     if len(bounds) > len(array_bounds):
         raise ConfigError(f"expected at most {len(array_bounds)} axes, got {tuple(bounds)}")
     return [*array_bounds[: len(array_bounds) - len(bounds)], *(int(v) for v in bounds)]

@@ -27,9 +27,7 @@ MAX_GAP_BYTES = 128 * 1024
 """Largest gap between two chunks that one request reads through. At 128 KiB a 128-cubed patch takes half as many
 requests as at 32 KiB, for 30% more bytes (docs/log.md); buckets charge for requests."""
 INDEX_SUM_BYTES = 4
-CHUNK_SIDE = 32
-"""Default chunk size along z, y and x: a quarter of a 128-cubed patch."""
-MIN_CHUNK_VALUES = CHUNK_SIDE**3
+MIN_CHUNK_VALUES = 32**3
 """Smallest number of values in a chunk; smaller chunks cost more in handling than they save in bytes."""
 MAX_SHARD_BYTES = 512 << 20
 """Largest shard before compression; a larger array is divided into slabs along z."""

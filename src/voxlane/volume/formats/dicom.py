@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import locale
 import os
 import tempfile
@@ -35,7 +34,7 @@ sitk.ProcessObject.SetGlobalWarningDisplay(False)  # the checks below report the
 def read_file(uri: str, config: StoreConfig | None) -> tuple[StoredVoxels, Geometry]:
     """Read one .nrrd or .mha file."""
     with _preserve_locale(), _as_local_files([uri], config) as paths:
-        return _to_voxels(_read_pixels(paths[0], uri, fix="Copy it again from its source"), uri)
+        return _to_voxels(_read_pixels(paths[0], uri, image_io="", kind="it"), uri)
 
 
 def read_series(uri: str, config: StoreConfig | None) -> tuple[StoredVoxels, Geometry]:
@@ -91,15 +90,8 @@ def _read_slice_header(path: str) -> _Slice | None:
         return None
     series = reader.GetMetaData("0020|000e").strip("\0 ") if reader.HasMetaDataKey("0020|000e") else ""
     direction = np.asarray(reader.GetDirection()).reshape(reader.GetDimension(), -1)[:3, :2]
-    spacing = np.asarray(reader.GetSpacing()[:2])
-    return _Slice(
-        path,
-        series,
-        tuple(reader.GetSize()),
-        reader.GetNumberOfComponents(),
-        np.asarray(reader.GetOrigin()[:3]),
-        direction * spacing,
-    )
+    axes, position = direction * np.asarray(reader.GetSpacing()[:2]), np.asarray(reader.GetOrigin()[:3])
+    return _Slice(path, series, tuple(reader.GetSize()), reader.GetNumberOfComponents(), position, axes)
 
 
 def _assemble(slices: list[_Slice], uri: str) -> tuple[StoredVoxels, Geometry]:
@@ -111,13 +103,10 @@ def _assemble(slices: list[_Slice], uri: str) -> tuple[StoredVoxels, Geometry]:
             f"{len(series)} DICOM series in one folder: {named}", uri=uri, fix="Put each series into its own folder"
         )
     first = slices[0]
-    read_dicom = functools.partial(
-        _read_pixels, uri=uri, image_io="GDCMImageIO", fix="Copy the series again from its source"
-    )
     if first.components > 1:
         raise NotVolumeError("the voxels are colours", uri=uri, fix="Use a scan of plain intensities")
     if len(slices) == 1:  # an enhanced file holds the whole volume; a plain one is a single slice, rejected below
-        return _to_voxels(read_dicom(first.path), uri)
+        return _to_voxels(_read_pixels(first.path, uri), uri)
     if len({image_slice.size for image_slice in slices}) > 1:
         sizes = sorted({format_shape(image_slice.size[:2]) for image_slice in slices})
         raise ScanError(f"slices of different sizes: {', '.join(sizes)}", uri=uri, fix="Keep the slices of one scan")
@@ -127,7 +116,7 @@ def _assemble(slices: list[_Slice], uri: str) -> tuple[StoredVoxels, Geometry]:
     normal /= np.linalg.norm(normal)
     slices = sorted(slices, key=lambda image_slice: float(image_slice.position @ normal))
     _check_spacing(np.array([float(image_slice.position @ normal) for image_slice in slices]), uri)
-    image = read_dicom([image_slice.path for image_slice in slices])
+    image = _read_pixels([image_slice.path for image_slice in slices], uri)
     step = (slices[-1].position - slices[0].position) / (len(slices) - 1)
     matrix = np.eye(4)
     matrix[:3, :3] = _LPS_TO_RAS @ np.column_stack([first.axes, step])
@@ -166,11 +155,12 @@ def _check_spacing(heights_mm: Array, uri: str) -> None:
     )
 
 
-def _read_pixels(paths: str | list[str], uri: str, *, image_io: str = "", fix: str) -> Any:
-    """Read the pixels of one file or of a stack of files, scaled as the files specify."""
+def _read_pixels(paths: str | list[str], uri: str, *, image_io: str = "GDCMImageIO", kind: str = "the series") -> Any:
+    """Read the pixels of one file or of a stack of files, by default DICOM, scaled as the files specify."""
     try:
         return sitk.ReadImage(paths, imageIO=image_io)
     except RuntimeError as error:
+        fix = f"Copy {kind} again from its source"
         raise ScanError(f"unreadable: {_last_error_line(error)}", uri=uri, fix=fix) from None
 
 

@@ -64,7 +64,9 @@ def encode_nifti(mask_zyx: Array, geometry: Geometry, dtype: npt.DTypeLike, *, c
     image.header.set_xyzt_units("mm")
     image.set_sform(affine, code="scanner")
     # A quaternion cannot represent sheared axes (a tilted gantry); then only the sform is valid.
-    image.set_qform(affine, code="scanner" if _is_orthogonal(affine) else "unknown", strip_shears=True)
+    axes = affine[:3, :3] / np.linalg.norm(affine[:3, :3], axis=0)
+    is_sheared = np.abs(axes.T @ axes - np.eye(3)).max() >= 1e-4
+    image.set_qform(affine, code="unknown" if is_sheared else "scanner", strip_shears=True)
     body = bytes(image.to_bytes())
     return gzip.compress(body, 6, mtime=0) if compress else body
 
@@ -159,8 +161,3 @@ def _choose_affine(header: Any) -> Array:
         if np.isfinite(affine).all() and lengths.min() > 0 and np.linalg.matrix_rank(affine[:3, :3] / lengths) == 3:
             return np.asarray(affine)
     return np.asarray(candidates[0])
-
-
-def _is_orthogonal(affine: Array) -> bool:
-    axes = affine[:3, :3] / np.linalg.norm(affine[:3, :3], axis=0)
-    return bool(np.abs(axes.T @ axes - np.eye(3)).max() < 1e-4)

@@ -10,13 +10,15 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from voxlane.checkpoint.torch_errors import is_lost_connection, is_mismatch
 from voxlane.distributed import gather_objects, run_on_rank_zero
 from voxlane.errors import CheckpointError, MismatchError, VoxlaneError
 
 _T = TypeVar("_T")
 _WAIT_S = 120.0
 """Seconds that ranks wait for one another before they report who is missing."""
+_LOST_CONNECTION = ("Connection closed by peer", "Connection reset by peer")
+_MISMATCH = ("Missing key in checkpoint", "Size mismatch", "mismatch sizes")
+"""Texts in torch's errors, which have no type or code to tell them apart."""
 _gloo_groups: dict[Any, Any] = {}
 
 
@@ -48,10 +50,6 @@ class RankGroup:
                 fix="Load on every rank, or pass read_once=False to let each rank read by itself",
             ) from None
 
-    def run_on_rank_zero(self, read: Callable[[], _T]) -> _T:
-        """Call `read` on the group's first rank and return its result, or raise its error, on every rank."""
-        return run_on_rank_zero(read, self.group)
-
     def raise_if_any_failed(self, error: BaseException | None) -> None:
         """Raise on every rank if any rank passes an error: its own error if it has one, else that of another rank."""
         own = error if isinstance(error, VoxlaneError) else error and repr(error)
@@ -63,6 +61,12 @@ class RankGroup:
                 raise (
                     failure if isinstance(failure, VoxlaneError) else CheckpointError(f"rank {rank} failed: {failure}")
                 )
+
+
+def run_once(ranks: RankGroup | None, read: Callable[[], _T]) -> _T:
+    """Call `read` on the first of the ranks and return its result, or raise its error, on all of them. None: this
+    process is alone."""
+    return read() if ranks is None else run_on_rank_zero(read, ranks.group)
 
 
 def make_sub_group(ranks: RankGroup, members: Sequence[int]) -> Any:
@@ -107,7 +111,7 @@ def unwrap_rank_errors(uri: str) -> Iterator[None]:
             if isinstance(error, VoxlaneError):
                 raise error from None
         rank, error = next(iter(errors.items()))
-        if is_mismatch(error):
+        if isinstance(error, RuntimeError | ValueError | KeyError) and any(mark in str(error) for mark in _MISMATCH):
             raise MismatchError(
                 f"the checkpoint does not fit the model (rank {rank}): {str(error).strip()}",
                 uri=uri,
@@ -115,7 +119,7 @@ def unwrap_rank_errors(uri: str) -> Iterator[None]:
             ) from None
         raise
     except RuntimeError as error:
-        if is_lost_connection(error):
+        if any(mark in str(error) for mark in _LOST_CONNECTION):
             raise CheckpointError(
                 "another rank is gone", uri=uri, fix="Nothing was published; see its log, then start the job again"
             ) from None

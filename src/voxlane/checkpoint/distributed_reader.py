@@ -26,10 +26,16 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from voxlane.checkpoint import distributed_metadata as commits
-from voxlane.checkpoint.collective import RankGroup, ignore_single_process_warnings, make_sub_group, unwrap_rank_errors
+from voxlane.checkpoint.collective import (
+    RankGroup,
+    ignore_single_process_warnings,
+    make_sub_group,
+    run_once,
+    unwrap_rank_errors,
+)
 from voxlane.checkpoint.distributed_metadata import CheckpointFiles
 from voxlane.checkpoint.plain import load_file
-from voxlane.checkpoint.read_plan import ReadTarget, read_bytes, submit_reads
+from voxlane.checkpoint.read_plan import ReadTarget, read_bytes, submit_reads, view_bytes
 from voxlane.checkpoint.verified_reader import VerifiedObject
 from voxlane.errors import CheckpointError, IncompleteError, NotFoundError
 from voxlane.store import ObjectInfo, StoreConfig
@@ -93,11 +99,9 @@ class DistributedReader(commits.CheckpointLocation, StorageReader):
         if self._metadata is not None:
             return self._metadata
         self._ranks = RankGroup.current(self._group) if self._read_once else None
-        if self._ranks is None:
-            self._metadata, self._files = self._read_commit()
-        else:
+        if self._ranks is not None:
             self._ranks.wait_for_all(self.checkpoint_id)
-            self._metadata, self._files = self._ranks.run_on_rank_zero(self._read_commit)
+        self._metadata, self._files = run_once(self._ranks, self._read_commit)
         return self._metadata
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
@@ -150,7 +154,7 @@ class DistributedReader(commits.CheckpointLocation, StorageReader):
         """Return a file that was published with the checkpoint (`DistributedWriter(attachments=...)`), or None.
         Collective if ranks read together."""
         ranks = RankGroup.current(self._group) if self._read_once else None
-        return ranks.run_on_rank_zero(lambda: self._read_attachment(name)) if ranks else self._read_attachment(name)
+        return run_once(ranks, lambda: self._read_attachment(name))
 
     def _read_attachment(self, name: str) -> bytes | None:
         _, files = self._read_commit()
@@ -287,20 +291,17 @@ class _Load:
         dist.broadcast(packed, group=group, group_src=source)
         if not is_owner:
             for entry, piece in zip(bucket, pieces, strict=True):
-                self._receive(entry, items[entry.key], piece)
+                if entry.is_tensor:
+                    item = items[entry.key]
+                    self._copy_to_target(item, piece.clone().view(self._dtype(item)).reshape(item.lengths))
+                else:
+                    self._raw[entry.key] = piece.numpy().tobytes()
 
     def _stored_bytes(self, entry: _SharedItem, item: ReadItem) -> torch.Tensor:
         if not entry.is_tensor:
             return torch.frombuffer(bytearray(self._raw[entry.key]), dtype=torch.uint8)
         target = self._planner.resolve_tensor(item).detach().cpu().contiguous()
-        return _flat_bytes(target.to(self._dtype(item)))
-
-    def _receive(self, entry: _SharedItem, item: ReadItem, piece: torch.Tensor) -> None:
-        if entry.is_tensor:
-            tensor = piece.clone().view(self._dtype(item)).reshape(item.lengths)
-            self._copy_to_target(item, tensor)
-        else:
-            self._raw[entry.key] = piece.numpy().tobytes()
+        return torch.from_numpy(view_bytes(target.to(self._dtype(item))))
 
     def _entry(self, item: ReadItem) -> TensorStorageMetadata:
         entry = self._metadata.state_dict_metadata[item.storage_index.fqn]
@@ -316,18 +317,20 @@ class _Load:
         payload: int | None = getattr(info, commits.PAYLOAD_OFFSET, None)
         if item.type == LoadItemType.BYTE_IO or payload is None or not item.lengths.numel():
             return self._plan_complete_read(item, info)
-        sizes = self._chunk_sizes(item)
         dtype = self._dtype(item)
-        low, high = _element_range(item.storage_offsets, item.lengths, sizes)
-        start = info.offset + payload + low * dtype.itemsize
-        nbytes = (high - low) * dtype.itemsize
+        # The item is a box of a stored chunk. Read the elements from the first to the last one of the box.
+        strides = torch.empty(self._chunk_sizes(item), device="meta").stride()
+        first = sum(offset * stride for offset, stride in zip(item.storage_offsets, strides, strict=True))
+        count = 1 + sum((length - 1) * stride for length, stride in zip(item.lengths, strides, strict=True))
+        start = info.offset + payload + first * dtype.itemsize
         target = self._planner.resolve_tensor(item).detach()
         view = _plain_view(target)
-        if view is not None and target.dtype == dtype and high - low == item.lengths.numel():
+        if view is not None and target.dtype == dtype and count == item.lengths.numel():
             self._steps.append(lambda: self._planner.commit_tensor(item, target))
             return ReadTarget(start, view)
-        buffer = self._new_buffer(nbytes)
-        self._steps.append(lambda: self._copy_box(item, buffer, low, sizes, dtype))
+        buffer = self._new_buffer(count * dtype.itemsize)
+        box = torch.from_numpy(buffer).view(dtype).as_strided(item.lengths, strides)
+        self._steps.append(lambda: self._copy_to_target(item, box))
         return ReadTarget(start, buffer)
 
     def _plan_complete_read(self, item: ReadItem, info: _StorageInfo) -> ReadTarget:
@@ -343,13 +346,6 @@ class _Load:
 
         self._steps.append(use)
         return ReadTarget(info.offset, buffer)
-
-    def _copy_box(self, item: ReadItem, buffer: _Bytes, low: int, sizes: torch.Size, dtype: torch.dtype) -> None:
-        """Copy the box of `item` from `buffer`, which holds the stored chunk's elements from element `low` on."""
-        strides = torch.empty(sizes, device="meta").stride()
-        flat = torch.from_numpy(buffer).view(dtype)
-        first = sum(o * s for o, s in zip(item.storage_offsets, strides, strict=True))
-        self._copy_to_target(item, flat.as_strided(tuple(item.lengths), strides, first - low))
 
     def _copy_to_target(self, item: ReadItem, tensor: torch.Tensor) -> None:
         target = self._planner.resolve_tensor(item).detach()
@@ -435,26 +431,11 @@ def _group_for_sending(entries: Sequence[_SharedItem]) -> list[list[_SharedItem]
     return groups
 
 
-def _element_range(offsets: torch.Size, lengths: torch.Size, sizes: torch.Size) -> tuple[int, int]:
-    """Return the smallest range `[low, high)` of a contiguous tensor's elements that contains a box of it."""
-    low = high = 0
-    stride = 1
-    for offset, length, size in reversed(list(zip(offsets, lengths, sizes, strict=True))):
-        low += offset * stride
-        high += (offset + length - 1) * stride
-        stride *= size
-    return low, high + 1
-
-
 def _plain_view(tensor: torch.Tensor) -> _Bytes | None:
     """Return the tensor's own memory as bytes if it is plain, contiguous CPU memory, else None."""
     if type(tensor) is not torch.Tensor or tensor.device.type != "cpu" or not tensor.is_contiguous():
         return None
-    return _flat_bytes(tensor).numpy()
-
-
-def _flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.reshape(-1).view(torch.uint8)
+    return view_bytes(tensor)
 
 
 def load_sharded(

@@ -6,6 +6,7 @@ Until then an earlier checkpoint at the same URI stays untouched, also if it is 
 
 from __future__ import annotations
 
+import contextlib
 import io
 import threading
 import uuid
@@ -283,10 +284,8 @@ class DistributedWriter(commits.CheckpointLocation, StorageWriter):
     def _discard(self, paths: Sequence[str]) -> None:
         """Delete files that belong to no checkpoint; files that cannot be deleted are left to gc."""
         for path in paths:
-            try:
+            with contextlib.suppress(StoreError):
                 self._store.delete_one(self._folder + path)
-            except StoreError:
-                continue
 
 
 class _LostRaceError(CheckpointError):

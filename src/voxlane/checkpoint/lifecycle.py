@@ -39,7 +39,8 @@ from voxlane.store.uploads import OpenUpload, drop_upload, list_open_uploads
 _FILE_SUFFIXES = (".ckpt", ".pt", ".pth", ".safetensors")
 """Files that are listed even without checksums beside them."""
 LIGHTNING_META = "meta.pt"
-"""File that Lightning's own strategies put beside a distributed checkpoint."""
+"""Lightning's name for what a checkpoint holds besides weights and optimizer states. Its own strategies put this file
+beside a distributed checkpoint."""
 _Progress = Callable[[int], None]
 
 
@@ -222,7 +223,7 @@ def verify(checkpoint: StoredCheckpoint, progress: _Progress | None = None) -> V
     problems: list[str] = []
     unchecked: list[str] = []
     for source in _open_sources(checkpoint, problems):
-        if not source.checked:
+        if not source.contents:
             unchecked.append(source.info.key)
         try:
             for block in source.read_blocks():

@@ -25,11 +25,11 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 
 from voxlane import uri as uris
 from voxlane.checkpoint.async_save import AsyncSaver
-from voxlane.checkpoint.collective import RankGroup, ignore_single_process_warnings, unwrap_rank_errors
+from voxlane.checkpoint.collective import RankGroup, ignore_single_process_warnings, run_once, unwrap_rank_errors
 from voxlane.checkpoint.distributed_metadata import METADATA, no_complete_checkpoint
 from voxlane.checkpoint.distributed_reader import DistributedReader, load_sharded
 from voxlane.checkpoint.distributed_writer import save_sharded
-from voxlane.checkpoint.lifecycle import find_checkpoint, remove_checkpoint
+from voxlane.checkpoint.lifecycle import LIGHTNING_META, find_checkpoint, remove_checkpoint
 from voxlane.checkpoint.plain import Checkpoint, load_file
 from voxlane.checkpoint.reader import SharedReader
 from voxlane.distributed import gather_objects
@@ -47,9 +47,6 @@ try:
     from voxlane.checkpoint.filesystem import register_filesystem
 except ImportError:
     raise MissingExtraError.of("lightning", "saving Lightning checkpoints") from None
-
-_META = "meta.pt"
-"""Lightning's name for what a checkpoint holds besides weights and optimizer states."""
 
 register_filesystem()
 
@@ -147,7 +144,7 @@ class _ShardedCheckpoints(Strategy):
         state |= {f"optimizer_{i}": s for i, s in enumerate(checkpoint.pop("optimizer_states", []))}
         buffer = io.BytesIO()
         torch.save(checkpoint, buffer)
-        attachments = {_META: buffer.getvalue()}
+        attachments = {LIGHTNING_META: buffer.getvalue()}
         if self._saver is not None:
             self._saver.save(state, uri, attachments=attachments)
         else:
@@ -181,18 +178,17 @@ class _ShardedCheckpoints(Strategy):
                 raise no_complete_checkpoint(uri)
             return False
 
-        ranks = RankGroup.current()
-        return ranks.run_on_rank_zero(check) if ranks is not None else check()
+        return run_once(RankGroup.current(), check)
 
     def _load_meta(self, uri: str, weights_only: bool | None) -> dict[str, Any]:
-        data = DistributedReader(uri, self._store_config).attachment(_META)
+        data = DistributedReader(uri, self._store_config).attachment(LIGHTNING_META)
         safe = weights_only is not False
         meta: dict[str, Any]
         if data is None:  # written by Lightning's own strategy
             checkpoint = Checkpoint(uri, self._store_config)
-            meta = checkpoint.load(_META, map_location="cpu", weights_only=safe, read_once=True)
+            meta = checkpoint.load(LIGHTNING_META, map_location="cpu", weights_only=safe, read_once=True)
         else:
-            meta = load_file(io.BytesIO(data), f"{uri} [{_META}]", "cpu", safe)
+            meta = load_file(io.BytesIO(data), f"{uri} [{LIGHTNING_META}]", "cpu", safe)
         return meta
 
     @contextmanager

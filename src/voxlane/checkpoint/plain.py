@@ -11,7 +11,6 @@ import torch
 
 from voxlane.checkpoint.collective import RankGroup
 from voxlane.checkpoint.reader import RangedReader, SharedReader
-from voxlane.checkpoint.torch_errors import find_refused_type, is_damaged_archive, is_unsafe_pickle
 from voxlane.checkpoint.verified_reader import (
     CHECKSUM_SUFFIX,
     add_contents,
@@ -127,22 +126,23 @@ class Checkpoint:
 
 
 def load_file(file: Any, uri: str, map_location: Any, weights_only: bool, *, mmap: bool = False) -> Any:
-    """Call `torch.load`; raise UnsafeError if the file would run code, CheckpointError if it is no checkpoint."""
+    """Call `torch.load`; raise UnsafeError if the file would run code, CheckpointError if it is no checkpoint. torch's
+    errors have no types of their own, so their texts tell them apart."""
     try:
         return torch.load(file, map_location=map_location, weights_only=weights_only, mmap=mmap or None)
     except VoxlaneError:
         raise
     except pickle.UnpicklingError as error:
-        if weights_only and is_unsafe_pickle(error):
+        if weights_only and "Weights only load failed" in str(error):
             raise UnsafeError(
-                f"it holds other objects than tensors ({find_refused_type(error)}), and reading them can run code",
+                f"it holds other objects than tensors ({_find_refused_type(error)}), and reading them can run code",
                 uri=uri,
                 fix="If you trust it, pass weights_only=False, or allow the type with "
                 "torch.serialization.add_safe_globals",
             ) from None
         raise CheckpointError(f"not a torch checkpoint: {str(error).splitlines()[0]}", uri=uri) from None
     except (RuntimeError, EOFError) as error:
-        if is_damaged_archive(error):
+        if isinstance(error, EOFError) or any(mark in str(error) for mark in ("PytorchStreamReader", "zip archive")):
             raise CheckpointError(
                 "not a torch checkpoint, or a truncated one", uri=uri, fix="Load an earlier checkpoint"
             ) from None
@@ -151,6 +151,14 @@ def load_file(file: Any, uri: str, map_location: Any, weights_only: bool, *, mma
         if not weights_only:
             raise  # code that the file was allowed to run may have raised it
         raise CheckpointError(f"not a torch checkpoint ({type(error).__name__}: {error})", uri=uri) from None
+
+
+def _find_refused_type(error: Exception) -> str:
+    """Return what `torch.load(weights_only=True)` refused, such as "GLOBAL builtins.print"."""
+    for line in str(error).splitlines():
+        if "GLOBAL" in line or "Unsupported" in line:
+            return line.strip().removeprefix("WeightsUnpickler error: ").split(" was not an allowed")[0]
+    return "a type that torch does not allow"
 
 
 def sum_tensor_bytes(state: Any) -> int:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from voxlane.checkpoint.verified_reader import VerifiedObject
 from voxlane.store.ranges import Span, coalesce
@@ -61,6 +62,11 @@ def read_bytes(source: VerifiedObject, start: int, stop: int) -> bytes:
     data = np.empty(stop - start, np.uint8)
     read_targets(source, [ReadTarget(start, data)])
     return data.tobytes()
+
+
+def view_bytes(tensor: torch.Tensor) -> npt.NDArray[np.uint8]:
+    """Return the memory of a contiguous CPU tensor as bytes."""
+    return tensor.reshape(-1).view(torch.uint8).numpy()
 
 
 def read_targets(source: VerifiedObject, targets: Sequence[ReadTarget]) -> None:

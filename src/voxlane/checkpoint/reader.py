@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from voxlane.checkpoint.checksums import Checksums
-from voxlane.checkpoint.collective import RankGroup
+from voxlane.checkpoint.collective import RankGroup, run_once
 from voxlane.checkpoint.read_plan import ReadTarget, read_targets
 from voxlane.checkpoint.verified_reader import VerifiedObject, open_verified
 from voxlane.errors import CheckpointError
@@ -36,6 +36,8 @@ class ObjectFile(io.RawIOBase):
         self._source = source
         self._block_bytes = source.request_bytes
         self._position = 0
+        self._spare: list[_Block] = []
+        """Whole blocks whose memory can be reused."""
 
     @property
     def size(self) -> int:
@@ -76,12 +78,10 @@ class ObjectFile(io.RawIOBase):
 
     def _read_block(self, index: int) -> _Block:
         start, stop = self._block_range(index)
-        block = self._new_block(stop - start)
+        is_whole = stop - start == self._block_bytes
+        block = self._spare.pop() if is_whole and self._spare else np.empty(stop - start, np.uint8)
         self._source.read_into(start, block)
         return block
-
-    def _new_block(self, size: int) -> _Block:
-        return np.empty(size, np.uint8)
 
 
 class RangedReader(ObjectFile):
@@ -98,7 +98,6 @@ class RangedReader(ObjectFile):
     def __init__(self, source: VerifiedObject) -> None:
         super().__init__(source)
         self._blocks: OrderedDict[int, Future[_Block]] = OrderedDict()
-        self._spare: list[_Block] = []
         self._next_block = 0
         self._current: tuple[int, _Block] = 0, np.empty(0, np.uint8)
         """Start and bytes of the block that was read last; most reads of torch.load continue in it."""
@@ -197,11 +196,6 @@ class RangedReader(ObjectFile):
         if len(block) == self._block_bytes and block is not self._current[1]:
             self._spare.append(block)
 
-    def _new_block(self, size: int) -> _Block:
-        if size == self._block_bytes and self._spare:
-            return self._spare.pop()
-        return super()._new_block(size)
-
 
 class SharedReader(ObjectFile):
     """A seekable file for ranks that read the same ranges in the same order, as `torch.load` of one file does.
@@ -216,7 +210,7 @@ class SharedReader(ObjectFile):
             return source.info, source.contents
 
         ranks.wait_for_all(store.uri(key))
-        info, contents = ranks.run_on_rank_zero(describe)
+        info, contents = run_once(ranks, describe)
         super().__init__(VerifiedObject(store, info, contents))
         self._ranks = ranks
         self._num_blocks = -(-info.size // self._block_bytes)

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from voxlane.checkpoint.plain import CheckpointWriter
-from voxlane.checkpoint.read_plan import ReadTarget, read_bytes, read_targets
+from voxlane.checkpoint.read_plan import ReadTarget, read_bytes, read_targets, view_bytes
 from voxlane.checkpoint.verified_reader import VerifiedObject, open_verified
 from voxlane.errors import CheckpointError, ConfigError, MismatchError
 from voxlane.store import ObjectInfo, Store, StoreConfig
@@ -88,7 +88,7 @@ def save_safetensors(
     with CheckpointWriter(store, key, 8 + len(text) + offset) as file:
         file.write(len(text).to_bytes(8, "little") + text)
         for _, tensor in order:
-            file.write(_view_bytes(tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()))
+            file.write(view_bytes(tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()))
         return file.commit()
 
 
@@ -124,7 +124,7 @@ class SafetensorsFile:
         """Return these tensors (default: all) on the CPU; only their bytes are read."""
         entries = [self.entry(name) for name in (self.names() if names is None else names)]
         tensors = {e.name: torch.empty(e.shape, dtype=e.dtype) for e in entries}
-        read_targets(self._source, [ReadTarget(e.start, _view_bytes(tensors[e.name])) for e in entries])
+        read_targets(self._source, [ReadTarget(e.start, view_bytes(tensors[e.name])) for e in entries])
         return tensors
 
 
@@ -140,10 +140,6 @@ def _require_plain(name: str, tensor: torch.Tensor) -> torch.Tensor:
         kind = f"{tensor.dtype} {tensor.layout}" if isinstance(tensor, torch.Tensor) else type(tensor).__name__
         raise ConfigError(f"{name!r} is a {kind}, which safetensors cannot store", fix="Pass plain, dense tensors")
     return tensor
-
-
-def _view_bytes(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
-    return tensor.reshape(-1).view(torch.uint8).numpy()
 
 
 def _read_header(source: VerifiedObject) -> tuple[dict[str, TensorEntry], dict[str, str]]:

@@ -54,13 +54,8 @@ class VerifiedObject:
 
     @property
     def contents(self) -> tuple[Checksums, ...]:
-        """The contents that the object may still hold, given what was read so far."""
+        """The contents that the object may still hold, given what was read so far; empty if nothing is verified."""
         return tuple(self._contents)
-
-    @property
-    def checked(self) -> bool:
-        """Whether there are checksums to verify it with."""
-        return bool(self._contents)
 
     @property
     def request_bytes(self) -> int:
@@ -125,11 +120,6 @@ class SavedContents:
     etag: str | None = None
     """Version of the object that stores this; None if there is no such object."""
 
-    def with_added(self, checksums: Checksums) -> SavedContents:
-        """Return a copy with one more content, without the oldest if there are too many."""
-        others = [earlier for earlier in self.checksums if earlier != checksums]
-        return replace(self, checksums=(*others, checksums)[-_MAX_CONTENTS:])
-
 
 def read_contents(store: Store, key: str) -> SavedContents:
     """Return the contents recorded for the file at `key`; empty if it has no checksums."""
@@ -180,7 +170,8 @@ def add_contents(store: Store, key: str, before: SavedContents, checksums: Check
     contents that another save of the same name has added since then are preserved."""
     for _ in range(_ATTEMPTS):
         try:
-            _write_contents(store, key, before.with_added(checksums))
+            others = [earlier for earlier in before.checksums if earlier != checksums]
+            _write_contents(store, key, replace(before, checksums=(*others, checksums)[-_MAX_CONTENTS:]))
             return
         except (AlreadyExistsError, ChangedError):
             before = read_contents(store, key)

@@ -9,8 +9,9 @@ import pytest
 from tests.conftest import Bucket
 from voxlane.errors import BucketNotFoundError, ConfigError, EmptyError, NotFoundError, StoreError
 from voxlane.sizes import format_bytes, parse_bytes
+from voxlane.store.ranges import Span, split
 from voxlane.store.staging import SourceListing, default_name, list_source
-from voxlane.store.staging.sources import PART_BYTES, SourceObject
+from voxlane.store.staging.sources import PART_BYTES
 from voxlane.testing import Access, Emulator
 
 
@@ -72,9 +73,9 @@ def test_default_names() -> None:
 
 
 def test_parts_cover_an_object_once() -> None:
-    assert SourceObject("a", 0, None).parts() == []
-    assert SourceObject("a", 5, None).parts() == [(0, 5)]
-    assert SourceObject("a", PART_BYTES + 1, None).parts() == [(0, PART_BYTES), (PART_BYTES, PART_BYTES + 1)]
+    assert split(0, PART_BYTES) == []
+    assert split(5, PART_BYTES) == [Span(0, 5)]
+    assert split(PART_BYTES + 1, PART_BYTES) == [Span(0, PART_BYTES), Span(PART_BYTES, PART_BYTES + 1)]
 
 
 @pytest.mark.parametrize(

@@ -1,10 +1,17 @@
-"""Copy objects from a bucket to files in parallel; each byte is read once, checksummed and written as it arrives."""
+"""Copy objects from a bucket to files in parallel; each byte is read once, checksummed and written as it arrives.
+
+Files are written past the page cache where the file system supports it. Buffered writes cost a copy in memory and page
+cache that training needs. Measured on ext4 with sequential files: 1.2 GB/s instead of 0.3 (docs/log.md). O_DIRECT
+requires buffers, offsets and sizes in whole blocks, so the last block of a file is padded and the file truncated
+afterwards.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import errno
 import hashlib
+import mmap
 import os
 import re
 import shutil
@@ -14,16 +21,23 @@ from concurrent.futures import FIRST_EXCEPTION, wait
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import xxhash
 
 from voxlane.errors import CacheError, ChangedError, NoRoomError, NotFoundError, RangeError, StoreError
 from voxlane.store import Store
-from voxlane.store.staging import direct
+from voxlane.store.ranges import Span, split
 from voxlane.store.staging.local_store import MANIFEST, ManifestEntry, StagingRoot, combine_checksums
-from voxlane.store.staging.sources import SourceObject
+from voxlane.store.staging.sources import PART_BYTES, SourceObject
 
 CONCURRENCY = 32
 """Maximum number of parts in flight; StoreConfig.max_concurrency may lower it."""
+_BUFFER_BYTES = 1 << 20
+"""Size of one write; a divisor of the part size."""
+_BLOCK_BYTES = 4096
+_MIN_DIRECT_BYTES = 256 * 1024
+"""Smaller files are written through the page cache, because a direct write waits for the disk."""
+_NO_DIRECT_WRITES = (errno.EINVAL, errno.EOPNOTSUPP)
 _TICK_S = 0.1
 _DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 _MD5 = re.compile(r"[0-9a-f]{32}")
@@ -76,7 +90,7 @@ class ObjectCopier:
         self._total_bytes = sum(item.size for item in objects)
         workers = min(CONCURRENCY, self.store.config.max_concurrency)
         self._bytes_copied = [0] * workers
-        self._buffers = [direct.Buffer() for _ in range(workers)]
+        self._buffers = [_Buffer() for _ in range(workers)]
         self.store.open_native()
         with open(f"{self.folder}/{MANIFEST}", "ab") as self._manifest:
             running = {self.store.submit(self._copy_parts, number) for number in range(workers)}
@@ -94,19 +108,19 @@ class ObjectCopier:
                     with contextlib.suppress(OSError):
                         os.unlink(transfer.path)
 
-    def _split_parts(self, objects: Sequence[SourceObject]) -> Iterator[tuple[_Transfer, int, int, int]]:
+    def _split_parts(self, objects: Sequence[SourceObject]) -> Iterator[tuple[_Transfer, int, Span]]:
         """Yield the objects part by part; a file is opened when the first part of its object is next."""
         for item in objects:
             # Written in place at once: the object counts only once the manifest has its entry, and a rename from
             # elsewhere would take a lock of the whole file system for every object.
             path = f"{self.folder}/{item.name}"
             self.root.make_folder(os.path.dirname(path))
-            handle, is_direct = direct.open_new(path, item.size)
-            parts = item.parts() or [(0, 0)]
+            handle, is_direct = _open_new(path, item.size)
+            parts = split(item.size, PART_BYTES) or [Span(0, 0)]
             transfer = _Transfer(item, path, handle, is_direct, [b""] * len(parts), len(parts))
             self._open[path] = transfer
-            for index, (start, stop) in enumerate(parts):
-                yield transfer, index, start, stop
+            for index, part in enumerate(parts):
+                yield transfer, index, part
 
     def _copy_parts(self, worker: int) -> None:
         """Copy parts on a thread until there are none left."""
@@ -121,11 +135,11 @@ class ObjectCopier:
             self._stop = True
             raise
 
-    def _copy_part(self, transfer: _Transfer, index: int, start: int, stop: int, worker: int) -> None:
+    def _copy_part(self, transfer: _Transfer, index: int, part: Span, worker: int) -> None:
         expected_md5 = self._expected_md5(transfer.source)
         is_whole = len(transfer.checksums) == 1
         md5 = hashlib.md5(usedforsecurity=False) if expected_md5 and is_whole else None
-        transfer.checksums[index], md5 = self._read(transfer, start, stop, worker, md5)
+        transfer.checksums[index], md5 = self._read(transfer, part, worker, md5)
         with self._lock:
             transfer.parts_left -= 1
             if transfer.parts_left:
@@ -151,8 +165,8 @@ class ObjectCopier:
             before = list(transfer.checksums)
             self._bytes_copied[worker] -= transfer.source.size
             md5 = hashlib.md5(usedforsecurity=False)
-            for index, (start, stop) in enumerate(transfer.source.parts()):
-                transfer.checksums[index], md5 = self._read(transfer, start, stop, worker, md5)
+            for index, part in enumerate(split(transfer.source.size, PART_BYTES)):
+                transfer.checksums[index], md5 = self._read(transfer, part, worker, md5)
             if md5.hexdigest() == expected_md5 or transfer.checksums == before:
                 return
         raise StoreError(
@@ -161,13 +175,13 @@ class ObjectCopier:
             fix="Something between the server and this machine corrupts data: use https, then stage again",
         )
 
-    def _read(self, transfer: _Transfer, start: int, stop: int, worker: int, md5: Any) -> tuple[bytes, Any]:
+    def _read(self, transfer: _Transfer, part: Span, worker: int, md5: Any) -> tuple[bytes, Any]:
         """Read a part into the file; return its checksum, and a copy of `md5` updated with its bytes."""
-        if stop == start:
+        if not part.size:
             return b"", md5
         checksum: Any = None
         updated_md5: Any = None
-        buffer, offset = self._buffers[worker], start
+        buffer, offset = self._buffers[worker], part.start
 
         def flush() -> None:
             nonlocal offset
@@ -182,10 +196,10 @@ class ObjectCopier:
 
         def receive(position: int, chunk: Any) -> None:
             nonlocal checksum, updated_md5, offset
-            if position == start:  # the first attempt, or a retry after a failure
+            if position == part.start:  # the first attempt, or a retry after a failure
                 checksum, updated_md5 = xxhash.xxh3_128(), md5 and md5.copy()
-                self._bytes_copied[worker] -= offset - start
-                offset, buffer.filled = start, 0
+                self._bytes_copied[worker] -= offset - part.start
+                offset, buffer.filled = part.start, 0
             consumed = 0
             while consumed < len(chunk):
                 consumed = buffer.add(chunk, consumed)
@@ -195,7 +209,7 @@ class ObjectCopier:
         item = transfer.source
         key = self.prefix + item.name
         try:
-            size = self.store.get_chunks(key, start, stop, receive, etag=item.etag)
+            size = self.store.get_chunks(key, part.start, part.stop, receive, etag=item.etag)
         except (ChangedError, NotFoundError, RangeError) as error:
             if type(error) not in (ChangedError, NotFoundError, RangeError):
                 raise
@@ -257,3 +271,44 @@ def _hash_file_md5(transfer: _Transfer) -> Any:
         os.ftruncate(transfer.handle, transfer.source.size)
     with open(transfer.path, "rb") as file:
         return hashlib.file_digest(file, lambda: hashlib.md5(usedforsecurity=False))
+
+
+def _open_new(path: str, size: int) -> tuple[int, bool]:
+    """Create a file for `size` bytes; return its descriptor and whether its writes are direct."""
+    flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+    direct = getattr(os, "O_DIRECT", 0)
+    if direct and size >= _MIN_DIRECT_BYTES:
+        try:
+            return os.open(path, flags | direct, 0o600), True
+        except OSError as error:
+            if error.errno not in _NO_DIRECT_WRITES:
+                raise
+            flags &= ~os.O_EXCL  # the failed call may have created the file
+    return os.open(path, flags, 0o600), False
+
+
+class _Buffer:
+    """Block-aligned memory that collects chunks of any size; each thread has its own."""
+
+    def __init__(self) -> None:
+        self._memory = mmap.mmap(-1, _BUFFER_BYTES)
+        self._bytes = np.frombuffer(self._memory, np.uint8)
+        self.filled = 0
+
+    def add(self, chunk: Any, consumed: int) -> int:
+        """Add as much of `chunk[consumed:]` as fits; return how many bytes of `chunk` are consumed now."""
+        count = min(len(chunk) - consumed, _BUFFER_BYTES - self.filled)
+        # numpy copies without holding the interpreter lock.
+        self._bytes[self.filled : self.filled + count] = np.frombuffer(chunk, np.uint8, count, consumed)
+        self.filled += count
+        return consumed + count
+
+    @property
+    def full(self) -> bool:
+        """Whether the buffer must be written before more is added."""
+        return self.filled == _BUFFER_BYTES
+
+    def content(self, *, padded: bool = False) -> memoryview:
+        """Return the buffered bytes, padded to a whole block if `padded`."""
+        size = -(-self.filled // _BLOCK_BYTES) * _BLOCK_BYTES if padded else self.filled
+        return memoryview(self._memory)[:size]

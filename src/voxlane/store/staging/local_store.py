@@ -33,7 +33,7 @@ from typing import Any
 import xxhash
 
 from voxlane.errors import CacheError, ConfigError
-from voxlane.store.staging.sources import PART_BYTES, RECORDS
+from voxlane.store.staging.sources import PART_BYTES, RECORDS, SourceObject
 
 MANIFEST, STAGED, USED = f"{RECORDS}/manifest.jsonl", f"{RECORDS}/staged.json", f"{RECORDS}/used"
 FORMAT = 1
@@ -44,13 +44,11 @@ _NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EXDEV)
 
 
 @dataclass(frozen=True, slots=True)
-class ManifestEntry:
+class ManifestEntry(SourceObject):
     """A complete object of a copy."""
 
-    name: str
-    size: int
-    etag: str | None
     digest: str
+    """Digest of the content, as `combine_checksums` returns it."""
     mtime: int
     """Modification time of the file in nanoseconds; a different time means that the file was modified."""
 
@@ -349,9 +347,5 @@ def remove_files(folder: str, names: list[str]) -> None:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(f"{folder}/{name}")
     for parent in sorted({os.path.dirname(name) for name in names} - {""}, key=len, reverse=True):
-        while parent:
-            try:
-                os.rmdir(f"{folder}/{parent}")
-            except OSError:  # not empty, or gone
-                break
-            parent = os.path.dirname(parent)
+        with contextlib.suppress(OSError):  # not empty, or gone; the copy's own folder still has its records
+            os.removedirs(f"{folder}/{parent}")

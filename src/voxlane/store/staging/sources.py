@@ -33,10 +33,6 @@ class SourceObject:
     etag: str | None
     """Version of the object, without quotes; None if the server reports none."""
 
-    def parts(self) -> list[tuple[int, int]]:
-        """Return the ranges `[start, stop)` that are read and checksummed; an empty object has none."""
-        return [(start, min(start + PART_BYTES, self.size)) for start in range(0, self.size, PART_BYTES)]
-
 
 @dataclass(frozen=True)
 class SourceListing:

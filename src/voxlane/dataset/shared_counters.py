@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -31,18 +29,14 @@ class SharedCounters:
         # New pages are filled with zeros.
         storage = torch.UntypedStorage._new_shared(rows * columns * 8)  # type: ignore[no-untyped-call]
         self._tensor = torch.empty(0, dtype=torch.int64).set_(storage, 0, (rows, columns), (columns, 1))
-        self._create_views()
 
-    def _create_views(self) -> None:
-        table: npt.NDArray[np.int64] = self._tensor.numpy()
-        self._table, self._progress = table[:_SLOTS], table[_SLOTS]
+    @property
+    def _table(self) -> npt.NDArray[np.int64]:
+        return self._tensor.numpy()[:_SLOTS]
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {"_tensor": self._tensor}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self._tensor = state["_tensor"]
-        self._create_views()
+    @property
+    def _progress(self) -> npt.NDArray[np.int64]:
+        return self._tensor.numpy()[_SLOTS, :]
 
     @staticmethod
     def _slot() -> int:

@@ -63,6 +63,10 @@ class Store:
             )
         self.root = parsed.root
         """The bucket's URI, ending in a slash."""
+        self.scheme = parsed.scheme
+        """gs, s3, az, file or memory."""
+        self.bucket = parsed.bucket
+        """Name of the bucket or container; empty for `file`."""
         self.config = config or StoreConfig()
         self.counters = Counters()
         """Requests, bytes and retries of this store in this process."""
@@ -94,16 +98,6 @@ class Store:
 
     def __repr__(self) -> str:
         return f"Store({self.root!r})"
-
-    @property
-    def scheme(self) -> str:
-        """gs, s3, az, file or memory."""
-        return self._bucket.scheme
-
-    @property
-    def bucket(self) -> str:
-        """Name of the bucket or container; empty for `file`."""
-        return self._bucket.bucket
 
     @property
     def endpoint(self) -> str | None:

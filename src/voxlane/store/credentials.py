@@ -49,7 +49,7 @@ def resolve_endpoint(uri: Uri, config: StoreConfig) -> str | None:
     if uri.scheme == "gs":
         return gcs_endpoint(config)
     if uri.scheme == "s3":
-        return _resolve_s3(config, _read_aws_profile(_aws_profile_name(config)))[0]
+        return _resolve_s3(config)[0]
     if uri.scheme == "az":
         endpoint, account, _ = _resolve_azure(uri.bucket, config)
         return endpoint or f"https://{account}.blob.core.windows.net"
@@ -69,9 +69,9 @@ def gcs_bearer_token(config: StoreConfig) -> str | None:
     if config.token:
         return config.token
     endpoint = gcs_endpoint(config)
-    if endpoint and not (config.service_account or config.credential_provider or _is_google(endpoint)):
-        return _EMULATOR_TOKEN
-    return None
+    is_google = f".{urllib.parse.urlsplit(endpoint or '').hostname}".endswith(".googleapis.com")
+    is_emulator = endpoint and not (config.service_account or config.credential_provider or is_google)
+    return _EMULATOR_TOKEN if is_emulator else None
 
 
 def _gcs_options(config: StoreConfig) -> dict[str, Any]:
@@ -116,16 +116,15 @@ def _google_credential_kind(path: str | None) -> str | None:
     return str(kind) if kind else None
 
 
-def _resolve_s3(config: StoreConfig, profile: Mapping[str, str]) -> tuple[str | None, str]:
-    """Return the endpoint (None for Amazon's own) and the region."""
+def _resolve_s3(config: StoreConfig) -> tuple[str | None, str, str | None, Mapping[str, str]]:
+    """Return the endpoint (None for Amazon's own), the region, and the profile's name (None if none is chosen) and
+    settings."""
+    profile_name = config.profile or _read_environment("AWS_PROFILE", "AWS_DEFAULT_PROFILE")
+    profile = _read_aws_profile(profile_name)
     endpoint = config.endpoint or _read_environment("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL")
     endpoint = endpoint or profile.get("endpoint_url")
     region = config.region or _read_environment("AWS_REGION", "AWS_DEFAULT_REGION") or profile.get("region")
-    return endpoint.rstrip("/") if endpoint else None, region or "us-east-1"
-
-
-def _aws_profile_name(config: StoreConfig) -> str | None:
-    return config.profile or _read_environment("AWS_PROFILE", "AWS_DEFAULT_PROFILE")
+    return endpoint.rstrip("/") if endpoint else None, region or "us-east-1", profile_name, profile
 
 
 def s3_client(config: StoreConfig) -> Any:
@@ -136,8 +135,7 @@ def s3_client(config: StoreConfig) -> Any:
         from botocore.config import Config
     except ImportError:
         raise MissingExtraError.of("s3", "listing unfinished uploads on S3") from None
-    profile_name = _aws_profile_name(config)
-    endpoint, region = _resolve_s3(config, _read_aws_profile(profile_name))
+    endpoint, region, profile_name, _ = _resolve_s3(config)
     session = boto3.Session(
         profile_name=profile_name,
         region_name=region,
@@ -154,9 +152,7 @@ def s3_client(config: StoreConfig) -> Any:
 
 
 def _s3_options(config: StoreConfig) -> dict[str, Any]:
-    profile_name = _aws_profile_name(config)
-    profile = _read_aws_profile(profile_name)
-    endpoint, region = _resolve_s3(config, profile)
+    endpoint, region, profile_name, profile = _resolve_s3(config)
     options: dict[str, Any] = {"region": region} | ({"endpoint": endpoint} if endpoint else {})
     if config.anonymous:
         return options
@@ -295,8 +291,3 @@ def _client_options(config: StoreConfig, endpoint: str | None, engine_retries: b
         # Store.call retries, so that retries are counted and follow RetryConfig.
         "retry_config": engine_retry if engine_retries and retry.deadline_s else {"max_retries": 0},
     }
-
-
-def _is_google(endpoint: str) -> bool:
-    host = urllib.parse.urlsplit(endpoint).hostname or ""
-    return host == "googleapis.com" or host.endswith(".googleapis.com")

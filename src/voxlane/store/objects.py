@@ -13,6 +13,7 @@ class ObjectInfo:
     """Size and version of one object."""
 
     key: str
+    """Complete path inside the bucket."""
     size: int
     """Size in bytes."""
     etag: str | None
@@ -20,7 +21,7 @@ class ObjectInfo:
     version: str | None
     """Generation or version id, where the service has them."""
     modified: datetime | None = field(default=None, compare=False)
-    """When the object was last written; unknown (None) right after a write."""
+    """When the object was last written; unknown (None) right after a write and in manifests."""
 
 
 def changed_error(uri: str, listed: str, current: str) -> ChangedError:

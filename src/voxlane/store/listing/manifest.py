@@ -6,7 +6,6 @@ import fnmatch
 import hashlib
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from functools import cached_property, reduce
 from typing import Any, overload
 
@@ -18,7 +17,7 @@ import pyarrow.parquet as pq
 
 from voxlane import uri as uris
 from voxlane.errors import ConfigError
-from voxlane.store import Store, StoreConfig
+from voxlane.store import ObjectInfo, Store, StoreConfig
 from voxlane.store.listing.parquet import read_table
 
 SCHEMA = pa.schema(
@@ -32,16 +31,8 @@ SCHEMA = pa.schema(
 _FORMAT = b"voxlane-manifest-1"
 
 
-@dataclass(frozen=True)
-class Entry:
-    """One listed object."""
-
-    key: str
-    """Complete path inside the bucket."""
-    size: int
-    """Size in bytes."""
-    etag: str | None
-    version: str | None
+Entry = ObjectInfo
+"""One listed object; a manifest does not store when it was modified."""
 
 
 class Manifest:

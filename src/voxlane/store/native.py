@@ -60,33 +60,20 @@ def _import_private_copy(depth: int) -> None:
         return
     if depth > 1:  # this process is a fork of a fork: `original` is already a private copy
         original = _origin(_keep_alive[0]) or original
-    finder = _PrivateExtension(_private_copy(original, depth))
+    loader = importlib.machinery.ExtensionFileLoader(_EXTENSION, _private_copy(original, depth))
+    spec = importlib.util.spec_from_file_location(_EXTENSION, loader.path, loader=loader)
+    assert spec is not None
     for name in old:
         del sys.modules[name]
-    sys.meta_path.insert(0, finder)
-    try:
-        importlib.import_module("obstore")
-    finally:
-        sys.meta_path.remove(finder)
+    # The package is imported next and takes the extension module from here.
+    extension = sys.modules[_EXTENSION] = importlib.util.module_from_spec(spec)
+    loader.exec_module(extension)
 
 
 def _origin(modules: dict[str, ModuleType]) -> str | None:
     """Return the file that the extension module was loaded from."""
     spec = modules[_EXTENSION].__spec__ if _EXTENSION in modules else None
     return spec.origin if spec else None
-
-
-class _PrivateExtension:
-    """An import finder for the extension module in its private copy."""
-
-    def __init__(self, path: str) -> None:
-        self._path = path
-
-    def find_spec(self, name: str, path: Any = None, target: ModuleType | None = None) -> Any:
-        if name != _EXTENSION:
-            return None
-        loader = importlib.machinery.ExtensionFileLoader(name, self._path)
-        return importlib.util.spec_from_file_location(name, self._path, loader=loader)
 
 
 def _private_copy(original: str, depth: int) -> str:

@@ -50,13 +50,9 @@ class Retrier:
             pause_s = delay_s * random.uniform(0.5, 1.0)
             if time.monotonic() + pause_s > deadline:
                 raise failure.to_unavailable(attempts) from None
-            if attempts == _ATTEMPTS_BEFORE_WARNING:
-                self._warn(failure)
+            is_due = time.monotonic() - self._last_warning_s > _WARNING_INTERVAL_S
+            if attempts == _ATTEMPTS_BEFORE_WARNING and is_due:  # many requests fail together; one line is enough
+                self._last_warning_s = time.monotonic()
+                _log.warning("%s: %s; retrying for up to %.0f s", failure.uri, failure, self._config.deadline_s)
             time.sleep(pause_s)
             delay_s = min(delay_s * self._config.multiplier, self._config.max_delay_s)
-
-    def _warn(self, failure: TransientError) -> None:
-        now_s = time.monotonic()
-        if now_s - self._last_warning_s > _WARNING_INTERVAL_S:  # many requests fail together; one line is enough
-            self._last_warning_s = now_s
-            _log.warning("%s: %s; retrying for up to %.0f s", failure.uri, failure, self._config.deadline_s)

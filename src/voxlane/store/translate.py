@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Sequence
 
 from voxlane import errors
 from voxlane.errors import StoreError
@@ -78,13 +79,12 @@ class TransientError(Exception):
 
     def __init__(self, problem: str, uri: str) -> None:
         super().__init__(problem)
-        self.problem = problem
         self.uri = uri
 
     def to_unavailable(self, attempts: int) -> errors.UnavailableError:
         """Return the error to raise when there is no time left for another attempt."""
         return errors.UnavailableError(
-            f"{self.problem}, {attempts} attempt{'s' if attempts > 1 else ''}",
+            f"{self}, {attempts} attempt{'s' if attempts > 1 else ''}",
             uri=self.uri,
             fix="Check the network and the endpoint, then try again; StoreConfig.retry sets how long to retry",
         )
@@ -95,12 +95,6 @@ def is_foreign(error: BaseException) -> bool:
     if isinstance(error, errors.VoxlaneError):
         return False
     return type(error).__name__ in ENGINE_ERRORS or isinstance(error, OSError | ValueError | NotImplementedError)
-
-
-def is_missing_bucket(text: str) -> bool:
-    """Return whether a service's response or the engine's message says that the bucket does not exist."""
-    code = match[1] if (match := _CODE.search(text)) else ""
-    return code in ("NoSuchBucket", "ContainerNotFound") or "bucket does not exist" in text
 
 
 def is_lost_completion(error: BaseException) -> bool:
@@ -153,23 +147,25 @@ def _classify(
     bucket = "/".join(uri.split("/", 3)[:3])
     login_hint = LOGIN_HINTS.get(uri.partition("://")[0], "")
 
-    def is_any(*kinds: str | int | type[Exception]) -> bool:
-        """Return whether this is one of these types of the engine, codes, statuses or types of Python."""
+    def is_any(*kinds: str | int | type[Exception], marks: Sequence[str] = ()) -> bool:
+        """Return whether this is one of these types of the engine, codes, statuses or types of Python, or its text has
+        one of the marks."""
         own = (type(error).__name__, code, status)
-        return any(isinstance(error, kind) if isinstance(kind, type) else kind in own for kind in kinds)
+        is_kind = any(isinstance(error, kind) if isinstance(kind, type) else kind in own for kind in kinds)
+        return is_kind or any(mark in text for mark in marks)
 
-    if is_missing_bucket(text):
+    if is_any("NoSuchBucket", "ContainerNotFound", marks=["bucket does not exist"]):
         return errors.BucketNotFoundError("no such bucket", uri=bucket, fix="Check its spelling, project and region")
-    if any(mark in text for mark in _NO_CREDENTIALS):
+    if is_any(marks=_NO_CREDENTIALS):
         return errors.CredentialsError("no credentials were found", uri=uri, fix=login_hint)
-    if is_any("NotFoundError", 404, FileNotFoundError) or "os error 20" in text:  # 20: part of the path is a file
+    if is_any("NotFoundError", 404, FileNotFoundError, marks=["os error 20"]):  # 20: part of the path is a file
         fix = "It may be misspelt, or was deleted after it was listed"
         return errors.NotFoundError("no such object", uri=uri, fix=fix)
     if is_any(301, "PermanentRedirect", "AuthorizationHeaderMalformed"):
         return StoreError(f"wrong region{details}", uri=bucket, fix="Set StoreConfig(region=...) or AWS_REGION")
     if is_any("UnauthenticatedError", 401, *_BAD_KEYS):
         return errors.CredentialsError(f"the credentials were not accepted{details}", uri=uri, fix=login_hint)
-    if is_any("PermissionDeniedError", 403, PermissionError) or "os error 13" in text:
+    if is_any("PermissionDeniedError", 403, PermissionError, marks=["os error 13"]):
         fix = "Ask for read (or write) permission on it, or use another identity"
         return errors.PermissionDeniedError(f"access denied{details}", uri=uri, fix=fix)
     if is_any("AlreadyExistsError", FileExistsError):
@@ -180,7 +176,7 @@ def _classify(
         return errors.RangeError("the range lies outside the object", uri=uri, fix="It may have changed: list it again")
     if is_any("NotSupportedError", 501, NotImplementedError):
         return errors.UnsupportedError(f"this store does not support that operation{details}", uri=uri)
-    if "No space left" in text or "os error 28" in text or "QuotaExceeded" in code:
+    if "QuotaExceeded" in code or is_any(marks=["No space left", "os error 28"]):
         return StoreError("no space left", uri=uri, fix="Free some space, or raise the quota")
     return TransientError(f"the service answered {status}{details}", uri) if status in _RETRIED_STATUS else None
 

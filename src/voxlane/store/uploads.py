@@ -112,14 +112,13 @@ def _list_gcs(store: Store, prefix: str) -> Iterator[OpenUpload]:
     while True:
         text = service.send("list", "GET", f"/{bucket}?uploads&{urllib.parse.urlencode(query)}")
         root = ElementTree.fromstring(text)
-        space = root.tag.partition("}")[0] + "}" if root.tag.startswith("{") else ""
-        for entry in root.iter(f"{space}Upload"):
-            started = datetime.fromisoformat(entry.findtext(f"{space}Initiated", ""))
-            yield OpenUpload(entry.findtext(f"{space}Key", ""), entry.findtext(f"{space}UploadId", ""), started)
-        if root.findtext(f"{space}IsTruncated") != "true":
+        for entry in root.iterfind("{*}Upload"):
+            started = datetime.fromisoformat(entry.findtext("{*}Initiated", ""))
+            yield OpenUpload(entry.findtext("{*}Key", ""), entry.findtext("{*}UploadId", ""), started)
+        if root.findtext("{*}IsTruncated") != "true":
             return
-        query["key-marker"] = root.findtext(f"{space}NextKeyMarker", "")
-        query["upload-id-marker"] = root.findtext(f"{space}NextUploadIdMarker", "")
+        query["key-marker"] = root.findtext("{*}NextKeyMarker", "")
+        query["upload-id-marker"] = root.findtext("{*}NextUploadIdMarker", "")
 
 
 def _list_local(store: Store, prefix: str) -> Iterator[OpenUpload]:

@@ -49,12 +49,7 @@ class Composer:
     def __init__(self, store: Store, max_bytes: int = DEFAULT_MAX_BYTES) -> None:
         self.max_bytes = max_bytes
         self._store = store
-        self._json = GcsJson(store)
-
-    def check_permissions(self) -> None:
-        """Raise unless the credentials permit to read, create and delete objects in the bucket."""
-        needed = ["storage.objects.get", "storage.objects.create", "storage.objects.delete"]
-        self._json.check_permissions(needed, "composed download", 'Ask for them, or pass compose="off"')
+        self.json_api = GcsJson(store)
 
     def submit(self, entries: Sequence[Entry]) -> list[Future[memoryview]]:
         """Start to read `entries` as one download; return one future per entry."""
@@ -92,7 +87,7 @@ class Composer:
 
     def _fetch_joined(self, target: str, entries: list[Entry]) -> memoryview:
         try:
-            self._json.compose(target, [(e.key, e.version) for e in entries])
+            self.json_api.compose(target, [(e.key, e.version) for e in entries])
             body = memoryview(self._store.get(target))
         except (ChangedError, NotFoundError) as error:
             raise self._find_changed(entries) or error from None

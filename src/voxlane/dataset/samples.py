@@ -126,15 +126,12 @@ class SampleSource:
         """The reader in this process."""
         if self._reader is None or self._reader[0] != os.getpid():
             self._enter_process()
-            self._reader = os.getpid(), ObjectReader(self.store, self._cache, self._make_composer())
+            composer = None
+            if self._compose == "on":
+                composer = Composer(self.store, self._compose_max_bytes)
+                composer.json_api.check_compose_permissions()
+            self._reader = os.getpid(), ObjectReader(self.store, self._cache, composer)
         return self._reader[1]
-
-    def _make_composer(self) -> Composer | None:
-        if self._compose != "on":
-            return None
-        composer = Composer(self.store, self._compose_max_bytes)
-        composer.check_permissions()
-        return composer
 
     def decode_sample(self, entry: Entry, body: bytes) -> Any:
         """Return the decoded object."""

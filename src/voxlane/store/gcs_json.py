@@ -44,8 +44,9 @@ class GcsJson:
         path = f"/storage/v1/b/{uris.quote(self._store.bucket)}/o/{uris.quote(target)}/compose"
         self.send("compose", "POST", path, target, body)
 
-    def check_permissions(self, needed: Sequence[str], purpose: str, fix: str) -> None:
-        """Raise PermissionDeniedError unless all `needed` permissions are granted on the bucket."""
+    def check_compose_permissions(self) -> None:
+        """Raise PermissionDeniedError unless the credentials may read, create and delete objects in the bucket."""
+        needed = ["storage.objects.get", "storage.objects.create", "storage.objects.delete"]
         query = urllib.parse.urlencode([("permissions", p) for p in needed])
         path = f"/storage/v1/b/{uris.quote(self._store.bucket)}/iam/testPermissions?{query}"
         try:
@@ -55,9 +56,9 @@ class GcsJson:
         missing = sorted(set(needed) - set(response.get("permissions", [])))
         if missing:
             raise PermissionDeniedError(
-                f"{purpose} needs permissions that these credentials lack: {', '.join(missing)}",
+                f"composed download needs permissions that these credentials lack: {', '.join(missing)}",
                 uri=self._store.root,
-                fix=fix,
+                fix='Ask for them, or pass compose="off"',
             )
 
     def pages(self, prefix: str, start_after: str | None) -> Iterator[Any]:

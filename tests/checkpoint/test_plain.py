@@ -20,8 +20,9 @@ from hypothesis import strategies as st
 from tests.conftest import Bucket
 from voxlane import Checkpoint, Store, errors
 from voxlane.checkpoint import save_sharded, verified_reader
-from voxlane.checkpoint.checksums import BLOCK_BYTES, ChecksumBuilder, Checksums
+from voxlane.checkpoint.checksums import BLOCK_BYTES, Checksums, digest
 from voxlane.checkpoint.verified_reader import add_contents, read_contents
+from voxlane.checkpoint.writer import ChecksummedWriter
 from voxlane.testing import Emulator
 
 MIB = 1 << 20
@@ -196,15 +197,21 @@ def test_damaged_checksums_do_not_stop_the_next_save(gcs: Bucket) -> None:
 @settings(max_examples=25, deadline=None)
 def test_checksums_do_not_depend_on_the_sizes_of_writes(sizes: list[int]) -> None:
     data = np.random.default_rng(0).integers(0, 256, sum(sizes), np.uint8)
-    pieces, whole = ChecksumBuilder(), ChecksumBuilder()
+    pieces, whole = (ChecksummedWriter(Store("memory://checksums/"), name) for name in ("pieces", "whole"))
     position = 0
     for size in sizes:
-        pieces.update(data[position : position + size])
+        pieces.write(data[position : position + size])
         position += size
-    whole.update(data)
-    sums = pieces.finish()
-    assert sums == whole.finish()
+        assert pieces.tell() == position
+    whole.write(data)
+    sums = pieces.checksums()
+    assert sums == whole.checksums()
+    for writer in (pieces, whole):
+        writer.commit()
+        assert bytes(Store("memory://checksums/").get(writer._key)) == data.tobytes()
     assert sums.size == len(data)
+    blocks = range(0, len(data), BLOCK_BYTES)
+    assert sums.digests == b"".join(digest(data[start : start + BLOCK_BYTES]) for start in blocks)
     assert sums.find_damaged_block(0, data) is None
     assert Checksums.from_json(json.loads(json.dumps(sums.to_json())), "") == sums
     if len(data):

@@ -35,11 +35,6 @@ class Checksums:
     """Checksums of all blocks, 8 bytes per block."""
     block_bytes: int = BLOCK_BYTES
 
-    def align_to_blocks(self, start: int, stop: int) -> tuple[int, int]:
-        """Return the smallest range of whole blocks that contains `[start, stop)`."""
-        first, last = start // self.block_bytes, -(-stop // self.block_bytes)
-        return first * self.block_bytes, min(last * self.block_bytes, self.size)
-
     def find_damaged_block(self, start: int, data: Any) -> tuple[int, int] | None:
         """Return the first block `[start, stop)` of `data` that differs from what was written, or None. `data` begins
         at `start`, which is a block boundary, and ends at a block boundary or at the end of the object."""
@@ -75,44 +70,6 @@ class Checksums:
         except (KeyError, TypeError, ValueError) as error:
             raise corrupt_error(uri, f"the checksums cannot be read ({error})") from None
         return checksums
-
-
-class ChecksumBuilder:
-    """Computes the checksums of an object while its bytes are written."""
-
-    def __init__(self) -> None:
-        self._digests = bytearray()
-        self._partial = xxhash.xxh3_64()
-        self._partial_bytes = 0
-        self._size = 0
-
-    def update(self, data: Any) -> None:
-        """Append `data`, any contiguous buffer."""
-        view = np.frombuffer(memoryview(data).cast("B"), np.uint8)
-        self._size += len(view)
-        position = 0
-        while position < len(view):
-            piece_bytes = min(BLOCK_BYTES - self._partial_bytes, len(view) - position)
-            piece = view[position : position + piece_bytes]
-            position += piece_bytes
-            if piece_bytes == BLOCK_BYTES:
-                self._digests += digest(piece)
-                continue
-            self._partial.update(piece.data)
-            self._partial_bytes += piece_bytes
-            if self._partial_bytes == BLOCK_BYTES:
-                self._end_block()
-
-    def finish(self) -> Checksums:
-        """Return the checksums of everything that was appended."""
-        if self._partial_bytes:
-            self._end_block()
-        return Checksums(self._size, bytes(self._digests))
-
-    def _end_block(self) -> None:
-        self._digests += self._partial.digest()
-        self._partial.reset()
-        self._partial_bytes = 0
 
 
 def corrupt_error(uri: str, problem: str) -> CorruptError:

@@ -11,6 +11,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future as ThreadFuture
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -35,8 +36,7 @@ from voxlane.checkpoint.collective import (
 )
 from voxlane.checkpoint.distributed_metadata import CheckpointFiles
 from voxlane.checkpoint.plain import load_file
-from voxlane.checkpoint.read_plan import ReadTarget, read_bytes, submit_reads, view_bytes
-from voxlane.checkpoint.verified_reader import VerifiedObject
+from voxlane.checkpoint.verified_reader import ReadTarget, VerifiedObject, view_bytes
 from voxlane.errors import CheckpointError, IncompleteError, NotFoundError
 from voxlane.store import ObjectInfo, StoreConfig
 from voxlane.uri import StrPath
@@ -162,7 +162,7 @@ class DistributedReader(commits.CheckpointLocation, StorageReader):
             return None
         self._files = files
         source = self.source(files.attachments[name])
-        return read_bytes(source, 0, source.info.size)
+        return source.read_bytes(0, source.info.size)
 
     def source(self, path: str) -> VerifiedObject:
         """Open a file of the checkpoint, with its checksums if they are known."""
@@ -248,10 +248,8 @@ class _Load:
             item = rest.popleft()
             info: _StorageInfo = self._metadata.storage_data[item.storage_index]
             by_file[info.relative_path].append(self._plan_read(item, info))
-        futures = [
-            future for path, targets in by_file.items() for future in submit_reads(self._reader.source(path), targets)
-        ]
-        return futures, self._steps
+        reads = [self._reader.source(path).submit_reads(targets) for path, targets in by_file.items()]
+        return list(chain.from_iterable(reads)), self._steps
 
     def _new_buffer(self, nbytes: int) -> _Bytes:
         self._buffered_bytes += nbytes

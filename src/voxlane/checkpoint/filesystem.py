@@ -43,8 +43,9 @@ _folders: dict[str, _Registration] = {}
 
 
 class BucketFileSystem(AbstractFileSystem):  # type: ignore[misc]
-    """An fsspec file system over `Store`. Names are complete URIs, so that they mean the same everywhere. Without a
-    `config` it uses the one registered for the URI that it was opened with (see `register_filesystem`)."""
+    """An fsspec file system over `Store`. Names are complete URIs, so that they mean the same everywhere. Creating a
+    folder does nothing, as in fsspec's base class. Without a `config` it uses the one registered for the URI that it
+    was opened with (see `register_filesystem`)."""
 
     protocol = ("gs", "gcs", "s3", "s3a", "az")
     cachable = False
@@ -65,10 +66,6 @@ class BucketFileSystem(AbstractFileSystem):  # type: ignore[misc]
         if isinstance(path, list):
             return [cls._strip_protocol(entry) for entry in path]
         return str(uris.parse(path)).rstrip("/")
-
-    def unstrip_protocol(self, name: str) -> str:
-        """Return the URI itself: names are complete URIs already."""
-        return str(self._strip_protocol(name))
 
     def ls(self, path: str, detail: bool = True, **kwargs: Any) -> list[Any]:
         """List the files and folders directly in a folder, without checksum files."""
@@ -107,12 +104,6 @@ class BucketFileSystem(AbstractFileSystem):  # type: ignore[misc]
         if not times:
             raise FileNotFoundError(path)
         return max(times)
-
-    def makedirs(self, path: str, exist_ok: bool = False) -> None:
-        """Do nothing: buckets have no folders to create."""
-
-    def mkdir(self, path: str, create_parents: bool = True, **kwargs: Any) -> None:
-        """Do nothing: buckets have no folders to create."""
 
     def rm_file(self, path: str) -> None:
         """Delete a file and its checksums."""

@@ -15,8 +15,7 @@ import torch.distributed as dist
 
 from voxlane.checkpoint.checksums import Checksums
 from voxlane.checkpoint.collective import RankGroup, run_once
-from voxlane.checkpoint.read_plan import ReadTarget, read_targets
-from voxlane.checkpoint.verified_reader import VerifiedObject, open_verified
+from voxlane.checkpoint.verified_reader import ReadTarget, VerifiedObject, open_verified
 from voxlane.errors import CheckpointError
 from voxlane.store import ObjectInfo, Store
 from voxlane.uri import StrPath
@@ -173,7 +172,7 @@ class RangedReader(ObjectFile):
                     fix="Free some space, or set TMPDIR to a larger disk",
                 ) from None
         if self.size:
-            read_targets(self._source, [ReadTarget(0, np.memmap(path, np.uint8, "r+"))])
+            self._source.read_targets([ReadTarget(0, np.memmap(path, np.uint8, "r+"))])
 
     def close(self) -> None:
         """Drop the fetched blocks."""

@@ -15,8 +15,7 @@ import numpy as np
 import torch
 
 from voxlane.checkpoint.plain import CheckpointWriter
-from voxlane.checkpoint.read_plan import ReadTarget, read_bytes, read_targets, view_bytes
-from voxlane.checkpoint.verified_reader import VerifiedObject, open_verified
+from voxlane.checkpoint.verified_reader import ReadTarget, VerifiedObject, open_verified, view_bytes
 from voxlane.errors import CheckpointError, ConfigError, MismatchError
 from voxlane.store import ObjectInfo, Store, StoreConfig
 from voxlane.uri import StrPath
@@ -124,7 +123,7 @@ class SafetensorsFile:
         """Return these tensors (default: all) on the CPU; only their bytes are read."""
         entries = [self.entry(name) for name in (self.names() if names is None else names)]
         tensors = {e.name: torch.empty(e.shape, dtype=e.dtype) for e in entries}
-        read_targets(self._source, [ReadTarget(e.start, view_bytes(tensors[e.name])) for e in entries])
+        self._source.read_targets([ReadTarget(e.start, view_bytes(tensors[e.name])) for e in entries])
         return tensors
 
 
@@ -144,12 +143,12 @@ def _require_plain(name: str, tensor: torch.Tensor) -> torch.Tensor:
 
 def _read_header(source: VerifiedObject) -> tuple[dict[str, TensorEntry], dict[str, str]]:
     size = source.info.size
-    head = read_bytes(source, 0, min(size, _HEADER_GUESS_BYTES))
+    head = source.read_bytes(0, min(size, _HEADER_GUESS_BYTES))
     length = int.from_bytes(head[:8], "little")
     try:
         if size < 8 or not 2 <= length <= min(_MAX_HEADER_BYTES, size - 8):
             raise ValueError("no header")
-        text = head[8 : 8 + length] if 8 + length <= len(head) else read_bytes(source, 8, 8 + length)
+        text = head[8 : 8 + length] if 8 + length <= len(head) else source.read_bytes(8, 8 + length)
         header = json.loads(text)
         metadata = header.pop("__metadata__", {})
         entries = {name: _parse_entry(name, fields, 8 + length, size) for name, fields in header.items()}

@@ -1,4 +1,5 @@
-"""A stored object that is read in whole blocks, each verified against the checksums stored beside it."""
+"""A stored object that is read in whole blocks, each verified against the checksums stored beside it. Reads of many
+ranges are planned as few requests that run concurrently."""
 
 from __future__ import annotations
 
@@ -12,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from voxlane.checkpoint.checksums import Checksums, corrupt_error, digest
 from voxlane.errors import (
@@ -24,13 +26,33 @@ from voxlane.errors import (
 )
 from voxlane.store import ObjectInfo, Store
 from voxlane.store.bucket import ignore_missing_object
-from voxlane.store.ranges import Span, split
+from voxlane.store.ranges import Span, coalesce, split
 
 CHECKSUM_SUFFIX = ".sums"
 """Suffix of the object that holds a file's checksums; it lies beside the file."""
 _FORMAT = "voxlane-sums-1"
 _MAX_CONTENTS = 4
 _ATTEMPTS = 20
+_MAX_GAP_BYTES = 256 * 1024
+"""Ranges closer than this share a request."""
+
+
+@dataclass(frozen=True)
+class ReadTarget:
+    """A buffer to fill with the bytes of a file from `start` on."""
+
+    start: int
+    target: npt.NDArray[np.uint8]
+
+    @property
+    def stop(self) -> int:
+        """End of the range in the file, exclusive."""
+        return self.start + len(self.target)
+
+
+def view_bytes(tensor: torch.Tensor) -> npt.NDArray[np.uint8]:
+    """Return the memory of a contiguous CPU tensor as bytes."""
+    return tensor.reshape(-1).view(torch.uint8).numpy()
 
 
 class VerifiedObject:
@@ -62,10 +84,12 @@ class VerifiedObject:
         """A good size for one request: the store's part size in whole blocks."""
         return max(1, self.store.config.part_bytes // self.block_bytes) * self.block_bytes
 
-    def align_to_blocks(self, start: int, stop: int) -> tuple[int, int]:
-        """Return the smallest range of whole blocks that contains `[start, stop)`, or the range itself if nothing is
-        verified."""
-        return self._contents[0].align_to_blocks(start, stop) if self._contents else (start, stop)
+    def _align_to_blocks(self, target: ReadTarget) -> Span:
+        """Return the smallest range of whole blocks that contains a target, or its own range if nothing is verified."""
+        if not self._contents:
+            return Span(target.start, target.stop)
+        start, stop = target.start // self.block_bytes, -(-target.stop // self.block_bytes)
+        return Span(start * self.block_bytes, min(stop * self.block_bytes, self.info.size))
 
     def read_into(self, start: int, target: npt.NDArray[np.uint8]) -> None:
         """Fill `target` with the bytes from `start` on; the range must be aligned to blocks. Raises CorruptError if
@@ -103,6 +127,56 @@ class VerifiedObject:
         data = np.empty(span.size, np.uint8)
         self.read_into(span.start, data)
         return data
+
+    def read_bytes(self, start: int, stop: int) -> bytes:
+        """Return the bytes `[start, stop)`."""
+        data = np.empty(stop - start, np.uint8)
+        self.read_targets([ReadTarget(start, data)])
+        return data.tobytes()
+
+    def read_targets(self, targets: Sequence[ReadTarget]) -> None:
+        """Fill all targets."""
+        futures = self.submit_reads(targets)
+        try:
+            for future in futures:
+                future.result()
+        finally:
+            for future in futures:
+                future.cancel()
+
+    def submit_reads(self, targets: Sequence[ReadTarget]) -> list[Future[None]]:
+        """Start to fill all targets, on the store's threads."""
+        return [self.store.submit_part(self._read_request, *request) for request in self._plan_requests(targets)]
+
+    def _plan_requests(self, targets: Sequence[ReadTarget]) -> list[tuple[Span, list[ReadTarget]]]:
+        """Return ranges of whole blocks that cover all targets, each with the targets that need some of it. Nearby
+        targets share a range, up to a good request size."""
+        ordered = sorted((target for target in targets if len(target.target)), key=lambda target: target.start)
+        step = self.request_bytes
+        requests: list[tuple[Span, list[ReadTarget]]] = [
+            (Span(start, min(start + step, group.stop)), [])
+            for group in coalesce([*map(self._align_to_blocks, ordered)], max_gap_bytes=_MAX_GAP_BYTES).groups
+            for start in range(group.start, group.stop, step)
+        ]
+        first = 0
+        for target in ordered:
+            while requests[first][0].stop <= target.start:
+                first += 1
+            index = first
+            while index < len(requests) and requests[index][0].start < target.stop:
+                requests[index][1].append(target)
+                index += 1
+        return requests
+
+    def _read_request(self, span: Span, targets: Sequence[ReadTarget]) -> None:
+        first = targets[0]
+        if len(targets) == 1 and first.start <= span.start and span.stop <= first.stop:  # straight into the target
+            self.read_into(span.start, first.target[span.start - first.start : span.stop - first.start])
+            return
+        data = self.read_span(span)
+        for target in targets:
+            low, high = max(target.start, span.start), min(target.stop, span.stop)
+            target.target[low - target.start : high - target.start] = data[low - span.start : high - span.start]
 
 
 @dataclass(frozen=True)

@@ -4,56 +4,64 @@ from __future__ import annotations
 
 from typing import Any
 
-from voxlane.checkpoint.checksums import BLOCK_BYTES, ChecksumBuilder, Checksums
+import numpy as np
+
+from voxlane.checkpoint.checksums import BLOCK_BYTES, Checksums, digest
 from voxlane.checkpoint.verified_reader import VerifiedObject
 from voxlane.errors import CorruptError
 from voxlane.store import ObjectInfo, Store, Writer
 
-_SMALL_BYTES = 16 * 1024
-_SMALL_TOGETHER_BYTES = 256 * 1024
-
 
 class ChecksummedWriter(Writer):
-    """A `Writer` that computes the checksums of what was written."""
+    """A `Writer` that computes the checksums of what was written, block by block."""
 
     def __init__(self, store: Store, key: str, size_hint: int = 0) -> None:
         super().__init__(store, key, size_hint)
-        self._builder = ChecksumBuilder()
-        self._small = bytearray()
-        """Small writes that are collected and sent together; torch.save makes twenty for each tensor."""
+        self._digests = bytearray()
+        self._block = np.empty(BLOCK_BYTES, np.uint8)
+        """Collects writes until they fill a block; torch.save makes twenty small ones for each tensor."""
+        self._block_filled = 0
 
     def tell(self) -> int:
         """Return the number of bytes written so far."""
-        return super().tell() + len(self._small)
+        return super().tell() + self._block_filled
 
     def write(self, data: Any) -> int:
         """Append `data` (any contiguous buffer) and return its length in bytes. Blocks while enough is in flight."""
-        view = memoryview(data).cast("B")
-        if view.nbytes < _SMALL_BYTES:
-            self._check_open()
-            self._small += view
-            if len(self._small) >= _SMALL_TOGETHER_BYTES:
-                self._flush_small()
-        else:
-            self._flush_small()
-            self._append(view)
-        return view.nbytes
+        self._check_open()
+        view = np.frombuffer(memoryview(data).cast("B"), np.uint8)
+        position = 0
+        while position < len(view):
+            count = min(BLOCK_BYTES - self._block_filled, len(view) - position)
+            piece = view[position : position + count]
+            position += count
+            if count == BLOCK_BYTES:  # a whole block needs no copy
+                self._append(piece)
+                continue
+            self._block[self._block_filled : self._block_filled + count] = piece
+            self._block_filled += count
+            if self._block_filled == BLOCK_BYTES:
+                self._end_block()
+        return len(view)
 
     def finish_parts(self) -> None:
         """Send the last part of a large object now, so that it uploads while the caller prepares the commit."""
-        self._flush_small()
+        self._end_block()
         super().finish_parts()
 
-    def _flush_small(self) -> None:
-        if self._small:
-            small, self._small = self._small, bytearray()
-            self._append(memoryview(small))
+    def checksums(self) -> Checksums:
+        """Return the checksums of everything that was written; nothing can be written afterwards."""
+        self._end_block()
+        return Checksums(self.tell(), bytes(self._digests))
 
-    def _append(self, view: memoryview) -> None:
-        for start in range(0, view.nbytes, BLOCK_BYTES):
-            piece = view[start : start + BLOCK_BYTES]  # small enough to be in the processor's cache the second time
-            self._builder.update(piece)
-            super().write(piece)
+    def _end_block(self) -> None:
+        if self._block_filled:
+            block, self._block_filled = self._block[: self._block_filled], 0
+            self._append(block)
+
+    def _append(self, block: np.ndarray[Any, Any]) -> None:
+        self._digests += digest(block)  # while the block is in the processor's cache
+        super().write(block)
 
     def _find_stored(self) -> ObjectInfo | None:
         info = self._store.find(self._key)
@@ -65,8 +73,3 @@ class ChecksummedWriter(Writer):
         except CorruptError:
             return None
         return info
-
-    def checksums(self) -> Checksums:
-        """Return the checksums of everything that was written; nothing can be written afterwards."""
-        self._flush_small()
-        return self._builder.finish()

@@ -130,9 +130,25 @@ def test_secrets_are_not_printed(s3: Bucket) -> None:
 
 def test_every_exception_of_the_engine_is_translated() -> None:
     engine = importlib.import_module("obstore.exceptions")
-    names = {n for n in dir(engine) if isinstance(getattr(engine, n), type)}
-    assert names
-    assert names <= translate.ENGINE_ERRORS
+    kinds = [kind for kind in vars(engine).values() if isinstance(kind, type)]
+    assert {kind.__name__ for kind in kinds} == {
+        "GenericError",
+        "NotFoundError",
+        "InvalidPathError",
+        "JoinError",
+        "NotSupportedError",
+        "AlreadyExistsError",
+        "PreconditionError",
+        "NotModifiedError",
+        "PermissionDeniedError",
+        "UnauthenticatedError",
+        "UnknownConfigurationKeyError",
+        "BaseError",
+    }
+    for kind in kinds:
+        error = kind("status code: 418")
+        assert translate.is_foreign(error)
+        assert isinstance(translate.translate(error, "s3://b/k"), errors.StoreError)
 
 
 def test_from_path_restores_a_uri_that_pathlib_changed() -> None:

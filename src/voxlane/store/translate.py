@@ -14,24 +14,6 @@ from collections.abc import Sequence
 from voxlane import errors
 from voxlane.errors import StoreError
 
-ENGINE_ERRORS = frozenset(
-    {
-        "GenericError",
-        "NotFoundError",
-        "InvalidPathError",
-        "JoinError",
-        "NotSupportedError",
-        "AlreadyExistsError",
-        "PreconditionError",
-        "NotModifiedError",
-        "PermissionDeniedError",
-        "UnauthenticatedError",
-        "UnknownConfigurationKeyError",
-        "BaseError",
-    }
-)
-"""Every exception type of obstore; a test fails if the engine gets another one."""
-
 _STATUS = re.compile(r"status code: (\d{3})")
 _CODE = re.compile(r"<Code>(\w+)</Code>")
 _MESSAGE = re.compile(r"<Message>([^<]+)</Message>")
@@ -94,7 +76,8 @@ def is_foreign(error: BaseException) -> bool:
     """Return whether `error` comes from the engine and needs translating."""
     if isinstance(error, errors.VoxlaneError):
         return False
-    return type(error).__name__ in ENGINE_ERRORS or isinstance(error, OSError | ValueError | NotImplementedError)
+    is_engine_type = type(error).__module__ == "obstore.exceptions"
+    return is_engine_type or isinstance(error, OSError | ValueError | NotImplementedError)
 
 
 def is_lost_completion(error: BaseException) -> bool:

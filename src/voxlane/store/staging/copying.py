@@ -33,7 +33,7 @@ from voxlane.store.staging.sources import PART_BYTES, SourceObject
 CONCURRENCY = 32
 """Maximum number of parts in flight; StoreConfig.max_concurrency may lower it."""
 _BUFFER_BYTES = 1 << 20
-"""Size of one write; a divisor of the part size."""
+"""Size of one write, and of each worker's block-aligned buffer; a divisor of the part size."""
 _BLOCK_BYTES = 4096
 _MIN_DIRECT_BYTES = 256 * 1024
 """Smaller files are written through the page cache, because a direct write waits for the disk."""
@@ -90,7 +90,7 @@ class ObjectCopier:
         self._total_bytes = sum(item.size for item in objects)
         workers = min(CONCURRENCY, self.store.config.max_concurrency)
         self._bytes_copied = [0] * workers
-        self._buffers = [_Buffer() for _ in range(workers)]
+        self._buffers = [np.frombuffer(mmap.mmap(-1, _BUFFER_BYTES), np.uint8) for _ in range(workers)]
         self.store.open_native()
         with open(f"{self.folder}/{MANIFEST}", "ab") as self._manifest:
             running = {self.store.submit(self._copy_parts, number) for number in range(workers)}
@@ -181,29 +181,32 @@ class ObjectCopier:
             return b"", md5
         checksum: Any = None
         updated_md5: Any = None
-        buffer, offset = self._buffers[worker], part.start
+        buffer, filled, offset = self._buffers[worker], 0, part.start
 
         def flush() -> None:
-            nonlocal offset
-            body = buffer.content()
+            nonlocal offset, filled
+            body = buffer.data[:filled]
             checksum.update(body)
             if updated_md5:
                 updated_md5.update(body)
-            self._write(transfer.handle, buffer.content(padded=True) if transfer.direct else body, offset)
-            offset += buffer.filled
-            self._bytes_copied[worker] += buffer.filled
-            buffer.filled = 0
+            padded = -(-filled // _BLOCK_BYTES) * _BLOCK_BYTES
+            self._write(transfer.handle, buffer.data[:padded] if transfer.direct else body, offset)
+            offset += filled
+            self._bytes_copied[worker] += filled
+            filled = 0
 
         def receive(position: int, chunk: Any) -> None:
-            nonlocal checksum, updated_md5, offset
+            nonlocal checksum, updated_md5, offset, filled
             if position == part.start:  # the first attempt, or a retry after a failure
                 checksum, updated_md5 = xxhash.xxh3_128(), md5 and md5.copy()
                 self._bytes_copied[worker] -= offset - part.start
-                offset, buffer.filled = part.start, 0
-            consumed = 0
-            while consumed < len(chunk):
-                consumed = buffer.add(chunk, consumed)
-                if buffer.full:
+                offset, filled = part.start, 0
+            rest = np.frombuffer(chunk, np.uint8)
+            while len(rest):
+                count = min(len(rest), _BUFFER_BYTES - filled)
+                buffer[filled : filled + count] = rest[:count]  # numpy copies without holding the interpreter lock
+                rest, filled = rest[count:], filled + count
+                if filled == _BUFFER_BYTES:
                     flush()
 
         item = transfer.source
@@ -220,7 +223,7 @@ class ObjectCopier:
                 uri=self.store.uri(key),
                 fix="Stage again when nothing writes to the source",
             )
-        if buffer.filled:
+        if filled:
             flush()
         return checksum.digest(), updated_md5
 
@@ -285,30 +288,3 @@ def _open_new(path: str, size: int) -> tuple[int, bool]:
                 raise
             flags &= ~os.O_EXCL  # the failed call may have created the file
     return os.open(path, flags, 0o600), False
-
-
-class _Buffer:
-    """Block-aligned memory that collects chunks of any size; each thread has its own."""
-
-    def __init__(self) -> None:
-        self._memory = mmap.mmap(-1, _BUFFER_BYTES)
-        self._bytes = np.frombuffer(self._memory, np.uint8)
-        self.filled = 0
-
-    def add(self, chunk: Any, consumed: int) -> int:
-        """Add as much of `chunk[consumed:]` as fits; return how many bytes of `chunk` are consumed now."""
-        count = min(len(chunk) - consumed, _BUFFER_BYTES - self.filled)
-        # numpy copies without holding the interpreter lock.
-        self._bytes[self.filled : self.filled + count] = np.frombuffer(chunk, np.uint8, count, consumed)
-        self.filled += count
-        return consumed + count
-
-    @property
-    def full(self) -> bool:
-        """Whether the buffer must be written before more is added."""
-        return self.filled == _BUFFER_BYTES
-
-    def content(self, *, padded: bool = False) -> memoryview:
-        """Return the buffered bytes, padded to a whole block if `padded`."""
-        size = -(-self.filled // _BLOCK_BYTES) * _BLOCK_BYTES if padded else self.filled
-        return memoryview(self._memory)[:size]

@@ -19,6 +19,7 @@ import contextlib
 import ctypes
 import errno
 import fcntl
+import filecmp
 import json
 import os
 import re
@@ -39,7 +40,6 @@ MANIFEST, STAGED, USED = f"{RECORDS}/manifest.jsonl", f"{RECORDS}/staged.json", 
 FORMAT = 1
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}")
 _POLL_S = 0.1
-_COMPARE_BYTES = 1 << 20
 _NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EXDEV)
 
 
@@ -160,7 +160,7 @@ class StagingRoot:
         except FileExistsError:
             with self._replace_lock:  # no thread may replace a file that another thread is comparing
                 # The digest is not cryptographic: someone who can write to a source could craft a collision.
-                if _has_same_bytes(target, blob) and self._link(blob, temporary):
+                if filecmp.cmp(target, blob, shallow=False) and self._link(blob, temporary):
                     os.replace(temporary, target)
                 else:
                     self._link(target, temporary)
@@ -329,16 +329,6 @@ def hash_file(path: str) -> str | None:
     except OSError:
         return None
     return combine_checksums(checksums)
-
-
-def _has_same_bytes(first: str, second: str) -> bool:
-    if os.stat(first).st_size != os.stat(second).st_size:
-        return False
-    with open(first, "rb", buffering=0) as a, open(second, "rb", buffering=0) as b:
-        while body := a.read(_COMPARE_BYTES):
-            if body != b.read(_COMPARE_BYTES):
-                return False
-    return True
 
 
 def remove_files(folder: str, names: list[str]) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gc
 import importlib.util
+import shutil
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -114,8 +115,7 @@ class BucketFileSystem(AbstractFileSystem):  # type: ignore[misc]
     def cp_file(self, path1: str, path2: str, **kwargs: Any) -> None:
         """Copy a file within or between buckets."""
         with self._open(path1) as source, self._open(path2, "wb") as target:
-            while block := source.read(8 << 20):
-                target.write(block)
+            shutil.copyfileobj(source, target, 8 << 20)
 
     def _open(self, path: str, mode: str = "rb", **kwargs: Any) -> Any:
         store, key = Store.locate(path, self._config)

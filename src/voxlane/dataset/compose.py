@@ -30,16 +30,13 @@ def plan_groups(sizes: Sequence[int], max_bytes: int) -> list[list[int]]:
     groups: list[list[int]] = []
     left_bytes = 0
     for index, size in enumerate(sizes):
-        if size == 0 or size > max_bytes:
-            groups.append([index])
-            left_bytes = 0
-            continue
-        if groups and size <= left_bytes and len(groups[-1]) < MAX_SOURCES:
+        is_alone = size == 0 or size > max_bytes
+        if not is_alone and size <= left_bytes and len(groups[-1]) < MAX_SOURCES:
             groups[-1].append(index)
-            left_bytes -= size
         else:
             groups.append([index])
-            left_bytes = max_bytes - size
+            left_bytes = 0 if is_alone else max_bytes
+        left_bytes -= size
     return groups
 
 

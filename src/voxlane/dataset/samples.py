@@ -302,8 +302,7 @@ def align(uris_by_name: Mapping[str, str], names: Mapping[str, Sequence[str]]) -
             f"the zipped sources do not match: {'; '.join(problems)}",
             fix="Add or remove objects, or pass key=, a function from a key to the sample's name",
         )
-    ordered = list(next(iter(names.values())))
-    return {source: np.array([rows[source][name] for name in ordered], dtype=np.int64) for source in names}
+    return {source: np.array([rows[source][name] for name in first], dtype=np.int64) for source in names}
 
 
 def _remove_listing(pid: int, path: str) -> None:

@@ -77,7 +77,8 @@ def _origin(modules: dict[str, ModuleType]) -> str | None:
 
 
 def _private_copy(original: str, depth: int) -> str:
-    """Return the path of a copy of `original` that no process of a smaller fork depth has loaded."""
+    """Return the path of a copy of `original` that no process of a smaller fork depth has loaded. Making a new copy
+    removes old ones."""
     info = os.stat(original)
     name = f"obstore-{info.st_ino:x}-{info.st_mtime_ns:x}-{info.st_size:x}-{depth}.so"
     try:
@@ -88,17 +89,12 @@ def _private_copy(original: str, depth: int) -> str:
             os.close(handle)
             shutil.copyfile(original, partial)
             os.replace(partial, path)  # atomic: a sibling never loads half a file
-            _remove_old_copies(folder)
+            for entry in os.scandir(folder):  # processes that have loaded an old copy are not affected
+                if entry.name.startswith("obstore-") and time.time() - entry.stat().st_mtime > _COPY_MAX_AGE_S:
+                    os.unlink(entry.path)
         return path
     except OSError:
         return _memory_copy(original)
-
-
-def _remove_old_copies(folder: str) -> None:
-    """Remove old copies; processes that have loaded one are not affected."""
-    for entry in os.scandir(folder):
-        if entry.name.startswith("obstore-") and time.time() - entry.stat().st_mtime > _COPY_MAX_AGE_S:
-            os.unlink(entry.path)
 
 
 def _private_folder() -> str:

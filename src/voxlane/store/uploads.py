@@ -70,7 +70,12 @@ def drop_upload(store: Store, upload: OpenUpload) -> None:
             )
         store.counters.add("delete")
     elif store.scheme == "az":
-        _drop_azure(store, upload)
+        # Azure has no request that drops the blocks of an unfinished blob, but writing an empty blob does.
+        with azure_container(store.bucket, store.config) as container:
+            blob = container.get_blob_client(upload.key)
+            if not blob.exists():  # otherwise it has been finished meanwhile
+                blob.upload_blob(b"", overwrite=True)
+                blob.delete_blob()
 
 
 def _list_s3(store: Store, prefix: str) -> Iterator[OpenUpload]:
@@ -137,12 +142,3 @@ def _list_azure(store: Store, prefix: str) -> Iterator[OpenUpload]:
         for blob in container.list_blobs(name_starts_with=prefix, include=["uncommittedblobs"]):
             if blob.name not in finished:
                 yield OpenUpload(blob.name, "", blob.last_modified or blob.creation_time or datetime.now(UTC))
-
-
-def _drop_azure(store: Store, upload: OpenUpload) -> None:
-    """Drop the blocks of an unfinished blob: Azure has no request for that, but writing an empty blob drops them."""
-    with azure_container(store.bucket, store.config) as container:
-        blob = container.get_blob_client(upload.key)
-        if not blob.exists():  # otherwise it has been finished meanwhile
-            blob.upload_blob(b"", overwrite=True)
-            blob.delete_blob()

@@ -34,7 +34,8 @@ CONCURRENCY = 32
 """Maximum number of parts in flight; StoreConfig.max_concurrency may lower it."""
 _BUFFER_BYTES = 1 << 20
 """Size of one write, and of each worker's block-aligned buffer; a divisor of the part size."""
-_BLOCK_BYTES = 4096
+BLOCK_BYTES = 4096
+"""Block of the disk: files occupy whole blocks, and direct writes consist of whole blocks."""
 _MIN_DIRECT_BYTES = 256 * 1024
 """Smaller files are written through the page cache, because a direct write waits for the disk."""
 _NO_DIRECT_WRITES = (errno.EINVAL, errno.EOPNOTSUPP)
@@ -189,7 +190,7 @@ class ObjectCopier:
             checksum.update(body)
             if updated_md5:
                 updated_md5.update(body)
-            padded = -(-filled // _BLOCK_BYTES) * _BLOCK_BYTES
+            padded = -(-filled // BLOCK_BYTES) * BLOCK_BYTES
             self._write(transfer.handle, buffer.data[:padded] if transfer.direct else body, offset)
             offset += filled
             self._bytes_copied[worker] += filled

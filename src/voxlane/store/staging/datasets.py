@@ -19,7 +19,7 @@ from voxlane.errors import CacheError, NoRoomError, TooLargeError, VoxlaneError
 from voxlane.sizes import format_bytes
 from voxlane.store import Store, StoreConfig
 from voxlane.store.staging import local_store
-from voxlane.store.staging.copying import ObjectCopier, describe_disk_error
+from voxlane.store.staging.copying import BLOCK_BYTES, ObjectCopier, describe_disk_error
 from voxlane.store.staging.local_store import STAGED, CopyOrigin, ManifestEntry, StagingRoot
 from voxlane.store.staging.sources import (
     RECORDS,
@@ -33,8 +33,6 @@ from voxlane.store.staging.sources import (
 
 RESERVE_BYTES = 256 << 20
 """Bytes left free on the disk for other programs."""
-_BLOCK_BYTES = 4096
-"""Allocation unit of the disk; a file occupies whole blocks."""
 _VERIFY_THREADS = 4
 """Number of files that are verified at the same time."""
 Activity = Literal["waiting", "checking", "copying"]
@@ -289,7 +287,7 @@ class _CopyUpdate:
 
     def check_disk_space(self, reserve_bytes: int) -> None:
         """Raise NoRoomError if the disk has too little free space."""
-        required = sum(-(-item.size // _BLOCK_BYTES) * _BLOCK_BYTES for item in self.missing)
+        required = sum(-(-item.size // BLOCK_BYTES) * BLOCK_BYTES for item in self.missing)
         lacking = required + reserve_bytes - shutil.disk_usage(self.folder).free
         if lacking > 0:
             if not self.entries:

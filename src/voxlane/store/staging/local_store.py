@@ -295,22 +295,18 @@ def _replace(path: str, text: str) -> None:
 # -- files -------------------------------------------------------------------------------------------------------------
 
 
-def scan_files(folder: str) -> dict[str, tuple[int, int]]:
-    """Return (size in bytes, modification time in nanoseconds) of every file of a copy by name, without the records."""
+def scan_files(folder: str, parent: str = "") -> dict[str, tuple[int, int]]:
+    """Return (size in bytes, modification time in nanoseconds) of every file of a copy, or of its subfolder `parent`
+    (ending in a slash), by name, without the records."""
     files: dict[str, tuple[int, int]] = {}
-    stack = [""]
-    while stack:
-        parent = stack.pop()
-        with contextlib.suppress(FileNotFoundError):
-            for entry in os.scandir(f"{folder}/{parent}"):
-                name = parent + entry.name
-                if name == RECORDS:
-                    continue
-                if entry.is_dir(follow_symlinks=False):
-                    stack.append(f"{name}/")
-                else:
-                    status = entry.stat(follow_symlinks=False)
-                    files[name] = (status.st_size, status.st_mtime_ns)
+    with contextlib.suppress(FileNotFoundError):
+        for entry in os.scandir(f"{folder}/{parent}"):
+            name = parent + entry.name
+            if not entry.is_dir(follow_symlinks=False):
+                status = entry.stat(follow_symlinks=False)
+                files[name] = (status.st_size, status.st_mtime_ns)
+            elif name != RECORDS:
+                files |= scan_files(folder, f"{name}/")
     return files
 
 

@@ -15,8 +15,8 @@ from voxlane.checkpoint.verified_reader import (
     CHECKSUM_SUFFIX,
     add_contents,
     open_verified,
+    read_contents,
     read_contents_before_save,
-    restore_contents,
 )
 from voxlane.checkpoint.writer import ChecksummedWriter
 from voxlane.errors import CheckpointError, UnsafeError, VoxlaneError
@@ -46,7 +46,9 @@ class CheckpointWriter(ChecksummedWriter):
             info = super().commit()
             if self._store.scheme in ("file", "memory"):
                 # Without conditional writes another save of this name may have overwritten our checksums.
-                restore_contents(self._store, self._key, checksums)
+                current = read_contents(self._store, self._key)
+                if checksums not in current.checksums:
+                    add_contents(self._store, self._key, current, checksums)
             return info
         except BaseException:
             self.abort()
@@ -165,8 +167,5 @@ def sum_tensor_bytes(state: Any) -> int:
     """Return the size in bytes of all tensors in a nested state."""
     if isinstance(state, torch.Tensor):
         return state.nbytes
-    if isinstance(state, dict):
-        return sum(sum_tensor_bytes(value) for value in state.values())
-    if isinstance(state, list | tuple):
-        return sum(sum_tensor_bytes(value) for value in state)
-    return 0
+    values = state.values() if isinstance(state, dict) else state if isinstance(state, list | tuple) else ()
+    return sum(map(sum_tensor_bytes, values))

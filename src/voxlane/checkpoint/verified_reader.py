@@ -252,13 +252,6 @@ def add_contents(store: Store, key: str, before: SavedContents, checksums: Check
     raise CheckpointError("too many processes save this at once", uri=store.uri(key), fix="Give each its own name")
 
 
-def restore_contents(store: Store, key: str, checksums: Checksums) -> None:
-    """Record `checksums` again if another save of the same name has overwritten the record."""
-    current = read_contents(store, key)
-    if checksums not in current.checksums:
-        add_contents(store, key, current, checksums)
-
-
 def _read_etag(store: Store, key: str) -> str | None:
     info = store.find(key)
     return info.etag if info is not None else None

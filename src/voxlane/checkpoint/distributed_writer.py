@@ -94,7 +94,7 @@ class DistributedWriter(commits.CheckpointLocation, StorageWriter):
         self._world_size = 1
 
     def storage_meta(self) -> StorageMeta:
-        """Return what torch records about the storage."""
+        """Return torch's record of the storage."""
         return StorageMeta(checkpoint_id=self.checkpoint_id)
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:

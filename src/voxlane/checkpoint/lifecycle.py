@@ -39,8 +39,8 @@ from voxlane.store.uploads import OpenUpload, drop_upload, list_open_uploads
 _FILE_SUFFIXES = (".ckpt", ".pt", ".pth", ".safetensors")
 """Files that are listed even without checksums beside them."""
 LIGHTNING_META = "meta.pt"
-"""Lightning's name for what a checkpoint holds besides weights and optimizer states. Its own strategies put this file
-beside a distributed checkpoint."""
+"""Lightning's name for the file with everything besides weights and optimizer states. Its own strategies put it beside
+a distributed checkpoint."""
 _Progress = Callable[[int], None]
 
 
@@ -321,8 +321,8 @@ class Orphans:
 
 
 def find_orphans(uri: str, config: StoreConfig | None = None, *, older_than_s: float = 86_400.0) -> Orphans:
-    """Return what is at or below `uri`, belongs to no checkpoint, and was last written at least `older_than_s` ago. The
-    files of a save that is still running look the same, so do not choose too short a time."""
+    """Return the uploads and objects at or below `uri` that belong to no checkpoint and were last written at least
+    `older_than_s` ago. The files of a save that is still running look the same, so do not choose too short a time."""
     store, key = Store.locate(uri, config)
     # Uploads are listed before objects, so that an upload that finishes meanwhile is seen as an object.
     uploads = _find_open_uploads(store, key)

@@ -156,7 +156,7 @@ def load_file(file: Any, uri: str, map_location: Any, weights_only: bool, *, mma
 
 
 def _find_refused_type(error: Exception) -> str:
-    """Return what `torch.load(weights_only=True)` refused, such as "GLOBAL builtins.print"."""
+    """Return the type that `torch.load(weights_only=True)` refused, such as "GLOBAL builtins.print"."""
     for line in str(error).splitlines():
         if "GLOBAL" in line or "Unsupported" in line:
             return line.strip().removeprefix("WeightsUnpickler error: ").split(" was not an allowed")[0]

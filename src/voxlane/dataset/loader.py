@@ -64,7 +64,7 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
         self._taken_batches = 0
         self._batches_before = 0
         """Number of batches of this epoch that were returned before `load_state_dict`."""
-        self._samples_a_batch = batch_size
+        self._samples_per_batch = batch_size
         if isinstance(dataset, MapDataset):
             sampler = BatchSampler(dataset.sampler(), batch_size, drop_last)
             super().__init__(dataset, batch_sampler=sampler, collate_fn=collate, **arguments)
@@ -76,7 +76,7 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
         self._taken_batches = 0
         # Set for this pass only, because another loader may use the same dataset.
         before = self.dataset.block, self.dataset.yield_skipped
-        self.dataset.block, self.dataset.yield_skipped = self._samples_a_batch, True
+        self.dataset.block, self.dataset.yield_skipped = self._samples_per_batch, True
         try:
             for batch in super().__iter__():
                 self._taken_batches += 1
@@ -93,7 +93,7 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
         """Return the number of batches of the epoch, including those before `load_state_dict`, as Lightning and
         progress bars count."""
         samples: int = self.dataset.rank_length()
-        left = samples // self._samples_a_batch if self.drop_last else -(-samples // self._samples_a_batch)
+        left = samples // self._samples_per_batch if self.drop_last else -(-samples // self._samples_per_batch)
         return self._batches_before + left
 
     def set_epoch(self, epoch: int) -> None:
@@ -105,7 +105,7 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
     def state_dict(self) -> dict[str, Any]:
         """Return the position in the epoch after the batches returned so far; after the last one, the start of the next
         epoch."""
-        state: dict[str, Any] = self.dataset.state_after(self._taken_batches * self._samples_a_batch)
+        state: dict[str, Any] = self.dataset.state_after(self._taken_batches * self._samples_per_batch)
         batches = self._batches_before + self._taken_batches
         if batches and batches >= len(self):
             return {**state, "epoch": state["epoch"] + 1, "consumed": 0, "batches": 0}

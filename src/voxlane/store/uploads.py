@@ -1,4 +1,4 @@
-"""What a killed process leaves in a bucket, billed until somebody removes it: unfinished uploads, and joined objects.
+"""Leftovers of killed processes, which are billed until somebody removes them: unfinished uploads and joined objects.
 
 The byte engine can neither list nor drop uploads, so each service has its own functions here.
 """

@@ -1,34 +1,102 @@
-"""`voxlane app deploy`, `status`, `events`, `exec`, `tensorboard` and `undeploy`: an app in a cluster."""
+"""`voxlane app deploy`, `status`, `logs`, `events`, `exec`, `tensorboard` and `undeploy`: an app in a cluster."""
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import os
 import sys
 import time
-from datetime import UTC, datetime
+from collections import deque
+from collections.abc import Iterable, Sequence
+from datetime import UTC, datetime, timedelta
+from functools import partial
 from typing import Annotated, Any
 
+import pydantic
+
 from voxlane.cli import signals
-from voxlane.cli.app import check_command
-from voxlane.cli.app_logs import follow_logs
-from voxlane.cli.app_target import AppTarget, TargetOptions, print_line, print_note
-from voxlane.cluster.kubernetes.app import build, deploy, execute, preflight, render, status, tensorboard, undeploy
-from voxlane.cluster.kubernetes.app.config import FILE
-from voxlane.cluster.kubernetes.app.diagnosis import diagnose_app
-from voxlane.cluster.kubernetes.app.k8s import Object, is_ready, title_of
-from voxlane.cluster.kubernetes.app.logs import LogQuery, list_pods, select_pods
+from voxlane.cli.app import check_command, check_search_space
+from voxlane.cli.config_options import StoreOptions
+from voxlane.cluster.kubernetes.app import build, deploy, execute, logs, preflight, render, tensorboard, undeploy
+from voxlane.cluster.kubernetes.app.config import FILE, App
+from voxlane.cluster.kubernetes.app.diagnosis import AppDiagnosis, diagnose_app
+from voxlane.cluster.kubernetes.app.k8s import AppSnapshot, Object, has_ended, is_ready, shorten_pod_names, title_of
+from voxlane.cluster.kubernetes.app.logs import LogLine, LogQuery
 from voxlane.cluster.kubernetes.app.pod import list_bucket_schemes
 from voxlane.cluster.kubernetes.app.snapshot import fetch_events, take_all_snapshots, take_snapshot
-from voxlane.errors import ConfigError
-from voxlane.settings import REMAINDER, Flag, record
+from voxlane.cluster.kubernetes.app.status import format_events, format_overview, format_status, to_dict
+from voxlane.cluster.kubernetes.client import Cluster
+from voxlane.errors import ConfigError, MissingObjectError
+from voxlane.settings import ARGUMENT, REMAINDER, Flag, record
 from voxlane.sizes import parse_duration
 
 _WATCH_S = 2.0
+_COLOURS = (36, 33, 32, 35, 34, 31, 96, 93, 92, 95, 94)
 _PLANNED_ACTIONS = {"create": "would be created", "change": "would be changed", "replace": "would be created anew"}
 _REQUIRED_SECRET_KEYS = {"s3": ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"), "az": ("AZURE_STORAGE_ACCOUNT",)}
 """Keys that the credentials' Secret must have, by the scheme of the buckets that the app names."""
+print_line = partial(print, flush=True)
+
+
+@record
+class TargetOptions:
+    """The app and the cluster of a command."""
+
+    app: Annotated[str | None, ARGUMENT] = None
+    """Folder or name of an app (default: this folder)."""
+    context: Annotated[str | None, Flag(metavar="NAME")] = None
+    """Cluster, by its context in kubeconfig (default: the current one)."""
+    namespace: Annotated[str | None, Flag("-n", metavar="NAME")] = None
+    """Namespace (default: app.yaml's, or the context's)."""
+
+    @property
+    def names_an_app(self) -> bool:
+        """Whether an app is named, or this folder is one."""
+        return self.app is not None or os.path.isfile(FILE)
+
+    def connect(self, app: App | None = None) -> Cluster:
+        """Connect to the cluster."""
+        return Cluster.connect(context=self.context, namespace=self.namespace or (app.namespace if app else None))
+
+    def resolve(self, *, deep: bool = False) -> AppTarget:
+        """Return the app (named by its folder or name) and the cluster; with `deep`, its files are read and checked."""
+        word = self.app or "."
+        if word != "." and not os.path.isfile(os.path.join(word, FILE)) and os.sep not in word:
+            return AppTarget(word, self.connect())
+        app = App.load(word, deep=deep, check_space=check_search_space)
+        return AppTarget(app.name, self.connect(app), app, word)
+
+
+@dataclasses.dataclass(frozen=True)
+class AppTarget:
+    """An app in a cluster."""
+
+    name: str
+    cluster: Cluster
+    app: App | None = None
+    """Content of its folder, where a folder was named."""
+    folder: str = ""
+
+    def diagnose(self, *, tails: bool = True) -> tuple[AppSnapshot, AppDiagnosis]:
+        """Return the app's objects and their diagnosis; with `tails`, it has the last log lines of a crash."""
+        snapshot = take_snapshot(self.cluster, self.name, tails=tails)
+        return snapshot, diagnose_app(snapshot)
+
+    def not_deployed(self) -> MissingObjectError:
+        """Return the error for an app that is not in the cluster."""
+        names = [snapshot.name for snapshot in take_all_snapshots(self.cluster)]
+        others = f"There are: {', '.join(names)}" if names else "There are no apps"
+        fix = "Run: voxlane app deploy" if self.app else others
+        return MissingObjectError(
+            f"not deployed in namespace {self.cluster.namespace}", uri=f"app {self.name}", fix=fix
+        )
+
+
+def _print_note(line: str) -> None:
+    """Print a note on stderr at once."""
+    print(f"note: {line}", file=sys.stderr, flush=True)
 
 
 # -- deploy ------------------------------------------------------------------------------------------------------------
@@ -73,7 +141,7 @@ def deploy_app(options: DeployOptions) -> int:
     render.validate(manifests)
     keys = [key for scheme in list_bucket_schemes(app) for key in _REQUIRED_SECRET_KEYS.get(scheme, ())]
     requirements = preflight.collect_requirements(manifests, keys=keys)
-    preflight.check(cluster, requirements, nodes=not options.no_node_check, report=print_note)
+    preflight.check(cluster, requirements, nodes=not options.no_node_check, report=_print_note)
     existing = deploy.read_existing(cluster, manifests)
     snapshot = take_snapshot(cluster, app.name, tails=False)
     plan = deploy.plan(manifests, existing, snapshot, replace=options.replace)
@@ -192,7 +260,7 @@ def _read_status(options: AppStatusOptions) -> tuple[Any, bool]:
     snapshot, diagnosis = target.diagnose()
     if diagnosis.state == "absent" and not snapshot.boards and not options.watch:
         raise target.not_deployed()
-    format_app = status.to_dict if options.json else status.format_status
+    format_app = to_dict if options.json else format_status
     return format_app(snapshot, diagnosis), diagnosis.has_ended
 
 
@@ -202,10 +270,137 @@ def _read_all_statuses(options: AppStatusOptions) -> tuple[Any, bool]:
     apps = [(snapshot, diagnose_app(snapshot)) for snapshot in take_all_snapshots(cluster)]
     have_ended = all(diagnosis.has_ended for _, diagnosis in apps)
     if options.json:
-        return [status.to_dict(snapshot, diagnosis) for snapshot, diagnosis in apps], have_ended
+        return [to_dict(snapshot, diagnosis) for snapshot, diagnosis in apps], have_ended
     if not apps:
         return [f"no apps in namespace {cluster.namespace}"], have_ended
-    return status.format_overview(apps), have_ended
+    return format_overview(apps), have_ended
+
+
+# -- logs --------------------------------------------------------------------------------------------------------------
+
+
+@record
+class AppLogsOptions(TargetOptions):
+    """Options of `voxlane app logs`."""
+
+    follow: Annotated[bool, Flag("-f")] = False
+    """Print new lines until the app ends, and exit with its status."""
+    since: Annotated[str | None, Flag(metavar="TIME")] = None
+    """Print the lines of the last TIME, such as 90s, 10m or 2h."""
+    tail: Annotated[int | None, pydantic.Field(ge=0)] = None
+    """Print the last N lines of each pod."""
+    pod: Annotated[tuple[str, ...], Flag(metavar="NAME")] = ()
+    """Print the lines of this pod, such as node-0 (repeatable)."""
+    previous: bool = False
+    """Print the lines of restarted containers from before the restart."""
+    timestamps: bool = False
+    """Print the time of each line."""
+    archived: Annotated[bool, Flag(long="--kept")] = False
+    """Print the archive in the run's bucket, with all starts of the app."""
+    board: bool = False
+    """Print the lines of the app's TensorBoard."""
+
+
+def print_logs(options: AppLogsOptions, store: StoreOptions) -> int:
+    """Print the output of an app's pods.
+
+    Print the lines of all pods in order of time, each with its pod's name, including pods that have ended. Lines of
+    deleted pods come from the archive in the run's bucket; --kept reads only this archive, with all starts of the app.
+    """
+    if options.archived and (options.follow or options.previous or options.board):
+        raise ConfigError("--kept reads the archive of training", fix="Leave --follow, --previous and --board out")
+    if options.board and options.follow:
+        raise ConfigError("--board cannot be followed", fix="Leave --follow out")
+    since_s = parse_duration(options.since, name="--since") if options.since else None
+    query = LogQuery(since_s, options.tail, tuple(options.pod), options.previous)
+    target = options.resolve()
+    if options.follow:
+        return follow_logs(target, query, timestamps=options.timestamps)
+    board = options.board or (target.app is not None and target.app.template == "tensorboard")
+    pods = [] if options.archived else logs.list_pods(target.cluster, target.name, board=board)
+    if not pods and board:
+        raise MissingObjectError("no TensorBoard of it is in the cluster", uri=f"app {target.name}")
+    if not pods:
+        _print_lines(_read_archive(target, query, store), timestamps=options.timestamps)
+        return 0
+    lines = logs.read_logs(target.cluster, target.name, logs.select_pods(pods, target.name, query.pods), query)
+    if not _print_lines(lines, timestamps=options.timestamps):
+        signals.print_note(f"nothing was printed yet ({target.diagnose()[1].text})")
+    return 0
+
+
+def _read_archive(target: AppTarget, query: LogQuery, store: StoreOptions) -> Iterable[LogLine]:
+    """Return lines from the run's bucket, because the pods are deleted."""
+    from voxlane.cluster.kubernetes.app import log_archive
+
+    snapshot, diagnosis = target.diagnose(tails=False)
+    run = snapshot.run_uri or (target.app.run_uri if target.app else None)
+    if not run:
+        if snapshot.workload is None and target.app is None:
+            raise target.not_deployed()
+        raise MissingObjectError("it has no pods, and no run that logs are kept in", uri=f"app {target.name}")
+    config = store.store_config()
+    # The labels of deleted pods are lost.
+    archived = [{"metadata": {"name": pod}} for pod in log_archive.list_archived_pods(run, config)]
+    names = shorten_pod_names(archived, target.name)
+    if not names:
+        raise MissingObjectError("it has no pods, and nothing is kept yet", uri=f"{run}/logs", fix=diagnosis.sentence)
+    pods = [name for name, short in names.items() if not query.pods or {name, short} & set(query.pods)]
+    if not pods:
+        raise ConfigError(f"no pod {query.pods[0]!r}", uri=run, fix=f"There are: {', '.join(names.values())}")
+    since = datetime.now(UTC) - timedelta(seconds=query.since_s) if query.since_s is not None else None
+    lines = log_archive.read_archive(run, config, since=since, pods=pods)
+    shown_lines = (
+        dataclasses.replace(line, pod=names[line.pod], time=f"{line.time[:-4]}Z") for line in lines
+    )  # microseconds
+    if query.tail is None:
+        return shown_lines
+    last_lines: dict[str, deque[LogLine]] = {}
+    for line in shown_lines:
+        last_lines.setdefault(line.pod, deque(maxlen=query.tail)).append(line)
+    return sorted((line for lines_of_pod in last_lines.values() for line in lines_of_pod), key=lambda line: line.time)
+
+
+def follow_logs(target: AppTarget, query: LogQuery, *, timestamps: bool) -> int:
+    """Print lines until the app has ended; return 0 if it succeeded."""
+    last_state, diagnosis = "", None
+
+    def is_over(pods: Sequence[Object]) -> bool:
+        nonlocal last_state, diagnosis
+        if any(logs.list_started_containers(pod) and not has_ended(pod) for pod in pods):
+            last_state = last_state or "running"
+            return False
+        diagnosis = target.diagnose(tails=False)[1]
+        if diagnosis.state == "absent" and not last_state:
+            raise target.not_deployed()
+        if not diagnosis.has_ended and diagnosis.state != last_state:
+            signals.print_note(diagnosis.text)
+        last_state = diagnosis.state
+        return diagnosis.has_ended
+
+    _print_lines(logs.LogFollower(target.cluster, target.name, query, is_over), timestamps=timestamps)
+    if diagnosis is None or diagnosis.state in ("finished", "absent"):
+        return 0
+    signals.print_note(target.diagnose()[1].text)
+    return 1
+
+
+def _print_lines(lines: Iterable[LogLine], *, timestamps: bool) -> int:
+    """Print lines as they come, and return their number. Pods' names before them are as wide as the widest so far, and
+    on a terminal each has its own colour."""
+    is_terminal, count, width = sys.stdout.isatty(), 0, 0
+    colours: dict[str, int] = {}
+    for line in lines:
+        width = max(width, len(line.pod))
+        prefix = f"{line.pod:<{width}} | "
+        if is_terminal and not os.environ.get("NO_COLOR"):
+            colour = colours.setdefault(line.pod, _COLOURS[len(colours) % len(_COLOURS)])
+            prefix = f"\x1b[{colour}m{prefix}\x1b[0m"
+        stamp = f"{line.time} " if timestamps else ""
+        print(f"{prefix}{stamp}{line.text}", flush=is_terminal or count % 64 == 0)
+        count += 1
+    sys.stdout.flush()
+    return count
 
 
 # -- events, exec ------------------------------------------------------------------------------------------------------
@@ -228,7 +423,7 @@ def print_events(options: EventsOptions) -> int:
     if not listed:
         print(f"no events of app {target.name}: clusters keep them for an hour")
         return 0
-    print("\n".join(status.format_events(listed, target.name, datetime.now(UTC))))
+    print("\n".join(format_events(listed, target.name, datetime.now(UTC))))
     return 0
 
 
@@ -254,8 +449,8 @@ def exec_command(options: ExecOptions) -> int:
       voxlane app exec kits19 --pod node-1 -- bash
     """
     target = options.resolve()
-    pods = list_pods(target.cluster, target.name)
-    candidates = select_pods(pods, target.name, [options.pod] if options.pod else [])
+    pods = logs.list_pods(target.cluster, target.name)
+    candidates = logs.select_pods(pods, target.name, [options.pod] if options.pod else [])
     reason = ""
     if not any(map(is_ready, candidates)):
         snapshot, diagnosis = target.diagnose()
@@ -355,7 +550,7 @@ def _remove_app(target: AppTarget, options: UndeployOptions) -> bool:
     """Remove one app; return whether any object of it existed."""
     objects, forbidden = undeploy.list_objects(target.cluster, target.name)
     if forbidden:
-        print_note(f"skipped, because you may not list them: {', '.join(forbidden)}")
+        _print_note(f"skipped, because you may not list them: {', '.join(forbidden)}")
     if not objects:
         return False
     has_data = any(item["kind"] == "StagedDataset" for item in objects)

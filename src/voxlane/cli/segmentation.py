@@ -1,15 +1,26 @@
-"""`voxlane prepare`, `train`, `evaluate`, `predict`, `report`: from scans to a model and its masks."""
+"""`voxlane prepare`, `train`, `tune`, `evaluate`, `predict`, `report`, `tensorboard`: from scans to a model and its
+masks."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import sys
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, TypeVar
 
-from voxlane.cli.config_options import ConfiguredOptions, FieldsFileOptions, StoreFileOptions
+import pydantic
+
+from voxlane.cli.config_options import (
+    ConfiguredOptions,
+    FieldsFileOptions,
+    StoreFileOptions,
+    StoreOptions,
+    apply_overrides,
+)
+from voxlane.cli.signals import interrupted_by, open_in_browser, print_note
 from voxlane.errors import BucketNotFoundError, ConfigError, NotFoundError, ScanError
-from voxlane.settings import ARGUMENT, Flag, PathOrUri, build, record
+from voxlane.settings import ARGUMENT, OVERRIDES, Flag, PathOrUri, build, read_file, record
 from voxlane.sizes import format_bytes
 
 if TYPE_CHECKING:
@@ -132,12 +143,6 @@ def _choose_trainer(options: RayOptions) -> Any:
     return functools.partial(train_on_ray, **{**dataclasses.asdict(options), "workers": workers})
 
 
-def fill_unset(options: _Record, values: dict[str, Any]) -> _Record:
-    """Return `options` with those of `values` that it has and that the command line did not set."""
-    unset = {name: value for name, value in values.items() if getattr(options, name, 0) in (None, False)}
-    return dataclasses.replace(options, **unset)  # type: ignore[type-var]
-
-
 def train_network(options: TrainOptions, ray: RayOptions, store: FieldsFileOptions) -> int:
     """Train a segmentation network on a prepared dataset.
 
@@ -166,8 +171,6 @@ def train_network(options: TrainOptions, ray: RayOptions, store: FieldsFileOptio
 
     file_values = store.read()
     if store.config and store.config.endswith(".json"):
-        from voxlane.cli.distmis import translate_distmis
-
         file_values, launch = translate_distmis(file_values, store.config)
         options, ray = fill_unset(options, launch), fill_unset(ray, launch)
     train = _choose_trainer(ray)
@@ -226,6 +229,152 @@ def _format_timing(report: dict[str, Any]) -> str:
         f"{report['steps']:,} steps, {report['patches']:,} patches in {report['seconds']:.0f} s: {parts}\n"
         f"read {format_bytes(report['bytes_read'])} in {report['requests']:,} requests\n{report['sentence']}"
     )
+
+
+# -- tune --------------------------------------------------------------------------------------------------------------
+
+
+@record
+class TuneOptions(ConfiguredOptions):
+    """Options of `voxlane tune`."""
+
+    config_class: ClassVar[str] = "voxlane.tune.space:TuneSection"
+
+    space: Annotated[PathOrUri, ARGUMENT]
+    """YAML, JSON or TOML file of fields and distributions."""
+    data: Annotated[PathOrUri, ARGUMENT]
+    """URI or folder of the prepared dataset."""
+    overrides: Annotated[tuple[str, ...], OVERRIDES] = ()
+    """Fields that replace those of SPACE."""
+    run: Annotated[PathOrUri, Flag(metavar="OUT")]
+    """URI or folder for the search."""
+    resume: bool = False
+    """Continue a search: keep finished trials, and continue the others from their checkpoints."""
+    auto_resume: bool = False
+    """Start the search, or continue it if it exists."""
+    address: Annotated[str | None, Flag(metavar="HOST:PORT")] = None
+    """Address of a running Ray cluster, or auto for the one that this machine belongs to (default: a local Ray)."""
+    trials: int | None = None
+    """Number of trials; the same as tune.trials=N."""
+
+
+def tune_config(options: TuneOptions, store: StoreFileOptions) -> int:
+    """Search for the best config with many training runs at once.
+
+    Train many configs on DATA, several at once, and find the one with the best mean Dice on held-out cases. SPACE is a
+    config file as for `voxlane train` in which some values are distributions:
+
+      preset: small
+      optimizer:
+        lr: {loguniform: [0.0001, 0.1]}     or uniform: [low, high], quniform: [low, high, step]
+        name: {choice: [sgd, adamw]}
+      base_features: {logint: [4, 32]}      or int: [low, high]
+      tune:
+        trials: 20                          a setting of the search; `voxlane tune --fields` lists them
+        folds: [0, 1]
+
+    Optuna proposes configs, and trials that fall behind are stopped early (ASHA). With `grid: [...]` values, every
+    combination is tried. SPACE may also be a JSON config of DistMIS. Everything is stored in OUT: each trial's run,
+    tune.json, best.yaml, best.json, report.html and TensorBoard events. The search runs on the Ray cluster at
+    --address, or on a local Ray that is started for it.
+
+    Examples:
+      voxlane tune space.yaml prepared --run searches/first
+      voxlane tune space.yaml gs://work/kits19 --run gs://work/searches/a --address auto tune.gpus_per_trial=0.5
+      voxlane tune space.yaml prepared --run searches/first --resume --trials 40
+      voxlane train prepared --run runs/best --config searches/first/best.yaml
+    """
+    from voxlane.tune.progress import format_table
+    from voxlane.tune.runner import search_exists, tune
+
+    space, data = options.space, options.data
+    values = read_file(space)
+    if space.endswith(".json"):
+        values, launch = translate_distmis(values, space, searching=True)
+        options = fill_unset(options, launch)
+    other_fields, store_config = store.load()
+    if other_fields:
+        name = next(iter(other_fields))
+        raise ConfigError(f"{name}: --config holds only the store part here", fix="Write it into SPACE")
+    apply_overrides(values, options.overrides)
+    if options.trials is not None:
+        apply_overrides(values, [f"tune.trials={options.trials}"])
+    resume = options.resume or (options.auto_resume and search_exists(options.run, store_config))
+    try:
+        with interrupted_by("SIGTERM"):
+            search = tune(
+                values,
+                data,
+                options.run,
+                store_config,
+                resume=resume,
+                address=options.address,
+                command=["voxlane", *sys.argv[1:]],
+                progress=options.progress,
+                origin=space,
+            )
+    except KeyboardInterrupt:
+        print("voxlane: interrupted; --resume continues the trials", file=sys.stderr)
+        return 130
+    print(format_table(search))
+    best = search.best
+    assert best is not None  # `tune` raises where no trial succeeded
+    out = options.run.rstrip("/")
+    print(f"best: trial {best.id}, dice {best.dice:.4f}: {best.run}")
+    print(f"page: {out}/report.html")
+    print(f"next: voxlane evaluate {best.run}")
+    print(f"      voxlane train {data} --run RUN --config {out}/best.yaml")
+    return 0
+
+
+# -- configs of DistMIS, in place of voxlane's own ---------------------------------------------------------------------
+
+
+def translate_distmis(
+    values: dict[str, Any], origin: str, *, searching: bool = False
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the config values of the JSON file `origin`, and options of the command that it sets. Where the file is a
+    config of DistMIS, it is translated, and the translation is printed on stderr."""
+    from voxlane.compat.distmis import is_distmis, translate
+    from voxlane.train import ranks
+
+    if not is_distmis(values):
+        return values, {}
+    translation = translate(values, searching=searching)
+    rank = ranks.read_rank_info()
+    options = translation.options if rank.world_size == 1 else {}  # else a launcher has started the ranks
+    if rank.rank == 0:
+        print(f"{origin}: a config of DistMIS, translated to", file=sys.stderr)
+        print(f"  {_format_overrides(translation.fields)}", file=sys.stderr)
+        if options:
+            print(f"  {' '.join(_format_option(name, value) for name, value in options.items())}", file=sys.stderr)
+        for note in translation.notes:
+            print(f"  note: {note}", file=sys.stderr)
+    return translation.fields, options
+
+
+def _format_overrides(values: dict[str, Any], prefix: str = "") -> str:
+    """Return nested values as the overrides that set them."""
+    from voxlane.pages.formatting import format_value
+
+    parts = []
+    for name, value in values.items():
+        if isinstance(value, dict) and not (len(value) == 1 and isinstance(next(iter(value.values())), list)):
+            parts.append(_format_overrides(value, f"{prefix}{name}."))
+        else:
+            parts.append(f"{prefix}{name}={format_value(value)}")
+    return " ".join(parts)
+
+
+def _format_option(name: str, value: Any) -> str:
+    flag = f"--{name.replace('_', '-')}"
+    return flag if value is True else f"{flag} {value:g}" if isinstance(value, float) else f"{flag} {value}"
+
+
+def fill_unset(options: _Record, values: dict[str, Any]) -> _Record:
+    """Return `options` with those of `values` that it has and that the command line did not set."""
+    unset = {name: value for name, value in values.items() if getattr(options, name, 0) in (None, False)}
+    return dataclasses.replace(options, **unset)  # type: ignore[type-var]
 
 
 # -- evaluate ----------------------------------------------------------------------------------------------------------
@@ -349,4 +498,54 @@ def write_report(options: ReportOptions, store: StoreFileOptions) -> int:
 
     config = store.store_config()
     print(report_search(options.run, config) or report(options.run, config))
+    return 0
+
+
+# -- tensorboard -------------------------------------------------------------------------------------------------------
+
+
+@record
+class TensorBoardOptions:
+    """Options of `voxlane tensorboard`."""
+
+    uri: Annotated[PathOrUri, Flag(positional=True, metavar="RUN")]
+    """URI or folder of a run, of a search with all its trials, or of many runs."""
+    port: Annotated[int, pydantic.Field(ge=0, le=65535)] = 6006
+    """First port to try; 0 picks a free one."""
+    every: Annotated[float, pydantic.Field(ge=1, le=3600), Flag(metavar="SECONDS")] = 10.0
+    """Seconds between reads of the bucket."""
+    no_open: bool = False
+    """Do not open a browser."""
+    wait: bool = False
+    """Wait for a run that does not exist yet."""
+
+
+def show_tensorboard(options: TensorBoardOptions, store: StoreOptions) -> int:
+    """Show a run in TensorBoard.
+
+    Show the run's curves, and its validation cases as rows of ground truth, scan and prediction. The event files are
+    copied from the bucket to a temporary folder as they grow. TensorBoard listens only on this machine's loopback
+    address; Ctrl-C ends it.
+
+    Examples:
+      voxlane tensorboard gs://work/runs/a
+      voxlane tensorboard s3://work/search --port 7000
+    """
+    from voxlane.train.tensorboard import serve
+
+    def ready(url: str) -> None:
+        print(f"TensorBoard of {options.uri}: {url}", flush=True)
+        if not options.no_open:
+            open_in_browser(url)
+
+    with interrupted_by("SIGTERM"), contextlib.suppress(KeyboardInterrupt):  # Ctrl-C is the normal end
+        serve(
+            options.uri,
+            store.store_config(),
+            port=options.port,
+            every_s=options.every,
+            print_line=print_note,
+            ready=ready,
+            wait=options.wait,
+        )
     return 0

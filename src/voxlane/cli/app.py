@@ -64,7 +64,7 @@ class InitOptions:
     """URI for the run."""
 
 
-def init_app(options: InitOptions) -> int:
+def init_app(options: InitOptions) -> None:
     """Create the folder of an app from a template.
 
     Create a folder with app.yaml, the one file to edit, and a Dockerfile.
@@ -78,21 +78,18 @@ def init_app(options: InitOptions) -> int:
     files = folder.init(options.name, options.template, target, version=__version__, **values)
     print(f"{target}: {', '.join(files)}")
     print(f"next: edit {os.path.join(target, 'app.yaml')}, then voxlane app deploy {target}")
-    return 0
 
 
-def list_templates() -> int:
+def list_templates() -> None:
     """List the templates that `voxlane app init` offers."""
     for name, description in folder.TEMPLATES.items():
         print(f"{name:<12} {description}")
-    return 0
 
 
-def list_fields() -> int:
+def list_fields() -> None:
     """List the fields of app.yaml, with their defaults."""
     text, _, _ = format_fields(App).partition("\n  files=")  # the last field, which app.yaml does not have
     print(f"Fields of app.yaml:\n{text}")
-    return 0
 
 
 @record
@@ -138,7 +135,7 @@ class BuildOptions(FolderOptions):
     """Show the builder's output as it comes."""
 
 
-def build_app(options: BuildOptions) -> int:
+def build_app(options: BuildOptions) -> None:
     """Build and push the app's image.
 
     Build the folder's Dockerfile with docker, podman or buildah, whichever is installed, and push the image. Its tag is
@@ -161,7 +158,7 @@ def build_app(options: BuildOptions) -> int:
 
     if not options.watch:
         build_once()
-        return 0
+        return
     app = App.load(options.folder, deep=False)
     if not app.is_built:
         raise BuildError(f"image {app.image} has a tag of its own, so there is nothing to build")
@@ -171,7 +168,6 @@ def build_app(options: BuildOptions) -> int:
                 build_once()
             except VoxlaneError as error:  # the next change may repair it
                 print_note(str(error))
-    return 0
 
 
 @record
@@ -186,7 +182,7 @@ class RenderAppOptions(FolderOptions):
     """Print the manifests of `voxlane app tensorboard` instead."""
 
 
-def render_app(options: RenderAppOptions) -> int:
+def render_app(options: RenderAppOptions) -> None:
     """Print the app's manifests.
 
     Print the manifests that deploy applies, checked against the schemas of their kinds. This needs no cluster and
@@ -203,14 +199,13 @@ def render_app(options: RenderAppOptions) -> int:
     render.validate(manifests)
     if options.out is None:
         sys.stdout.write(render.to_yaml(manifests))
-        return 0
+        return
     files = {
         f"{manifest['kind'].lower()}-{manifest['metadata']['name']}.yaml": render.to_yaml([manifest])
         for manifest in manifests
     }
     folder.write_files(options.out, files)
     print(f"{options.out}: {', '.join(files)}")
-    return 0
 
 
 def check_command(app: App) -> App:

@@ -231,7 +231,7 @@ class AppStatusOptions(TargetOptions):
     """Print the status as JSON."""
 
 
-def print_status(options: AppStatusOptions) -> int:
+def print_status(options: AppStatusOptions) -> None:
     """Show the state of an app, and why it is not running.
 
     Print a table of the app's queue, workload, jobs, pods, data and TensorBoard, and why it is not running. Without
@@ -243,14 +243,14 @@ def print_status(options: AppStatusOptions) -> int:
         text = json.dumps(app_status, indent=2) if options.json else "\n".join(app_status)
         if not options.watch:
             print(text)
-            return 0
+            return
         if sys.stdout.isatty():
             print(f"\x1b[H\x1b[2J{text}", flush=True)
         elif text != last_text:
             print(text + "\n", flush=True)
         last_text = text
         if has_ended:
-            return 0
+            return
         time.sleep(_WATCH_S)
 
 
@@ -414,7 +414,7 @@ class EventsOptions(TargetOptions):
     """Print only events of type Warning."""
 
 
-def print_events(options: EventsOptions) -> int:
+def print_events(options: EventsOptions) -> None:
     """Print the cluster's events about an app."""
     target = options.resolve()
     listed = fetch_events(target.cluster, target.name)
@@ -422,9 +422,8 @@ def print_events(options: EventsOptions) -> int:
         listed = [event for event in listed if event.get("type") != "Normal"]
     if not listed:
         print(f"no events of app {target.name}: clusters keep them for an hour")
-        return 0
+        return
     print("\n".join(format_events(listed, target.name, datetime.now(UTC))))
-    return 0
 
 
 @record
@@ -478,7 +477,7 @@ class AppTensorBoardOptions(TargetOptions):
     """Remove TensorBoard from the cluster."""
 
 
-def show_tensorboard(options: AppTensorBoardOptions) -> int:
+def show_tensorboard(options: AppTensorBoardOptions) -> None:
     """Show TensorBoard of an app's run at a local port.
 
     TensorBoard runs in the cluster and reads the run from its bucket.
@@ -488,7 +487,7 @@ def show_tensorboard(options: AppTensorBoardOptions) -> int:
         existed = tensorboard.stop(target.cluster, target.name)
         message = "its TensorBoard is removed" if existed else "no TensorBoard of it was in the cluster"
         print(f"{target.name}: {message}")
-        return 0
+        return
 
     def ready(url: str) -> None:
         print(f"TensorBoard of {target.name}: {url}", flush=True)
@@ -506,7 +505,6 @@ def show_tensorboard(options: AppTensorBoardOptions) -> int:
         if target.app is not None:
             tensorboard.apply(target.cluster, target.app, image)
         tensorboard.show(target.cluster, target.name, options.port, report=signals.print_note, open_url=ready)
-    return 0
 
 
 # -- undeploy ----------------------------------------------------------------------------------------------------------
@@ -524,7 +522,7 @@ class UndeployOptions(TargetOptions):
     """Do not wait until everything is deleted."""
 
 
-def undeploy_app(options: UndeployOptions) -> int:
+def undeploy_app(options: UndeployOptions) -> None:
     """Remove everything that an app created in the cluster.
 
     Remove everything that the app created in the cluster, and nothing else: its workload, its TensorBoard, its files,
@@ -534,7 +532,7 @@ def undeploy_app(options: UndeployOptions) -> int:
         target = options.resolve()
         if not _remove_app(target, options):
             raise target.not_deployed()
-        return 0
+        return
     if options.app is not None:
         raise ConfigError("--all with an app", fix="Give one of them")
     cluster = options.connect()
@@ -543,7 +541,6 @@ def undeploy_app(options: UndeployOptions) -> int:
         print(f"no apps in namespace {cluster.namespace}")
     for name in names:
         _remove_app(AppTarget(name, cluster), options)
-    return 0
 
 
 def _remove_app(target: AppTarget, options: UndeployOptions) -> bool:

@@ -16,7 +16,7 @@ from voxlane.errors import UsageError
 HELP = "Run benchmarks on your own machines and buckets."
 
 
-def measure_checkpoint(settings: CheckpointSettings, store: StoreOptions) -> int:
+def measure_checkpoint(settings: CheckpointSettings, store: StoreOptions) -> None:
     """Save and load checkpoints of a demo model.
 
     Save and load the state of a demo transformer, by one or several strategies in turn, and report times and MB/s.
@@ -53,7 +53,7 @@ def measure_checkpoint(settings: CheckpointSettings, store: StoreOptions) -> int
 
     result = measure(settings)
     if result is None:  # another rank reports
-        return 0
+        return
     document = report.build_report(settings, result)
     print(report.format_report(document))
     if settings.format == "single" and settings.num_load_calls:
@@ -61,10 +61,9 @@ def measure_checkpoint(settings: CheckpointSettings, store: StoreOptions) -> int
     for uri in result.kept_uris:
         print(f"kept {uri}")
     result_file.save(document, report.draw)
-    return 0
 
 
-def measure_loading(settings: LoadingSettings, store: StoreOptions) -> int:
+def measure_loading(settings: LoadingSettings, store: StoreOptions) -> None:
     """Load data as training does, and report what it waits for.
 
     Load data as training does, with a sleep in place of the step, and report per epoch and node: time, samples/s, Gbps,
@@ -102,17 +101,16 @@ def measure_loading(settings: LoadingSettings, store: StoreOptions) -> int:
 
     settings, result = measure(settings)
     if result is None:  # another rank reports
-        return 0
+        return
 
     from voxlane.bench.loading import report
 
     document = report.build_report(settings, result)
     print(report.format_report(document), *report.explain(document), sep="\n")
     result_file.save(document, report.draw)
-    return 0
 
 
-def measure_scaling(settings: ScalingSettings, store: StoreOptions) -> int:
+def measure_scaling(settings: ScalingSettings, store: StoreOptions) -> None:
     """Measure how training or a search speeds up with more workers.
 
     Train on 1, 2, 4, ... workers in turn and report patches/s and efficiency: the speed-up over the smallest number of
@@ -145,10 +143,9 @@ def measure_scaling(settings: ScalingSettings, store: StoreOptions) -> int:
     document = report.build_report(settings, *measure(settings))
     print(report.format_report(document))
     result_file.save(document, report.draw)
-    return 0
 
 
-def simulate_loading(settings: SimulatorSettings) -> int:
+def simulate_loading(settings: SimulatorSettings) -> None:
     """Simulate loading on up to thousands of nodes.
 
     Simulate loading on any number of nodes: epoch time, samples/s, egress, requests/s and stall, from the settings of a
@@ -186,7 +183,6 @@ def simulate_loading(settings: SimulatorSettings) -> int:
         document = study.scale(settings)
     print(report.format_report(document))
     result_file.save(document, report.draw)
-    return 0
 
 
 def measure_step(settings: StepSettings) -> int:

@@ -57,7 +57,7 @@ class ListCheckpointsOptions(CheckpointOptions):
     """List only checkpoints that can be loaded."""
 
 
-def list_checkpoints(options: ListCheckpointsOptions, store: StoreOptions) -> int:
+def list_checkpoints(options: ListCheckpointsOptions, store: StoreOptions) -> None:
     """List checkpoints, including unfinished ones, oldest first."""
     rows = [c for c in _list_existing(options.uri, store) if c.complete or not options.complete]
     if not rows:
@@ -68,10 +68,9 @@ def list_checkpoints(options: ListCheckpointsOptions, store: StoreOptions) -> in
         kind = "folder" if c.is_folder else "file"
         state = f"INCOMPLETE: {c.problem}" if c.problem else "complete" if c.complete else "no checksums: perhaps whole"
         print(f"{c.created:%Y-%m-%d %H:%M:%S}  {format_bytes(c.size):>10}  {kind:<6}  {c.uri}  {state}")
-    return 0
 
 
-def print_latest(options: CheckpointOptions, store: StoreOptions) -> int:
+def print_latest(options: CheckpointOptions, store: StoreOptions) -> None:
     """Print the URI of the newest complete checkpoint.
 
     The exit status is 1 if there is none.
@@ -79,7 +78,6 @@ def print_latest(options: CheckpointOptions, store: StoreOptions) -> int:
     from voxlane.checkpoint.lifecycle import latest
 
     print(latest(options.uri, store.store_config()).uri)
-    return 0
 
 
 @record
@@ -125,7 +123,7 @@ class RemoveCheckpointsOptions(CheckpointOptions):
     """Only report the checkpoints that would be deleted."""
 
 
-def remove_checkpoints(options: RemoveCheckpointsOptions, store: StoreOptions) -> int:
+def remove_checkpoints(options: RemoveCheckpointsOptions, store: StoreOptions) -> None:
     """Delete a checkpoint, or all but the newest."""
     from voxlane.checkpoint.lifecycle import Retention, find_checkpoint, remove_checkpoint
 
@@ -150,7 +148,6 @@ def remove_checkpoints(options: RemoveCheckpointsOptions, store: StoreOptions) -
         print(f"{'would delete' if options.dry_run else 'deleted'}  {format_bytes(c.size):>10}  {c.uri}")
     if not doomed:
         print("nothing to delete")
-    return 0
 
 
 @record
@@ -163,7 +160,7 @@ class CollectOptions(CheckpointOptions):
     """Only report the files that would be removed."""
 
 
-def collect_orphans(options: CollectOptions, store: StoreOptions) -> int:
+def collect_orphans(options: CollectOptions, store: StoreOptions) -> None:
     """Remove unfinished uploads and stray files that killed saves left."""
     from voxlane.checkpoint.lifecycle import find_orphans
 
@@ -178,7 +175,6 @@ def collect_orphans(options: CollectOptions, store: StoreOptions) -> int:
     print(f"{len(orphans.uploads)} unfinished uploads and {len(orphans.objects)} orphaned files {action}")
     if orphans.younger:
         print(f"{orphans.younger} younger ones kept: a save may be at work on them (--older-than 0 takes all)")
-    return 0
 
 
 @record
@@ -191,7 +187,7 @@ class CopyOptions(ProgressOptions):
     """URI or path for the copy; it must not exist yet."""
 
 
-def copy_checkpoint(options: CopyOptions, store: StoreOptions) -> int:
+def copy_checkpoint(options: CopyOptions, store: StoreOptions) -> None:
     """Copy a checkpoint to another URI, checking every byte."""
     from voxlane.checkpoint.lifecycle import copy_checkpoint, find_checkpoint
 
@@ -200,7 +196,6 @@ def copy_checkpoint(options: CopyOptions, store: StoreOptions) -> int:
     with _progress_bar("copying", source.size, options) as bar:
         copied = copy_checkpoint(source, options.target, config, bar.update)
     print(f"{format_bytes(copied.size)}  {copied.uri}")
-    return 0
 
 
 def _progress_bar(title: str, total_bytes: int, options: ProgressOptions) -> Any:

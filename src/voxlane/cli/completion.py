@@ -20,7 +20,7 @@ class CompletionOptions:
     """Name of your shell."""
 
 
-def print_completion(options: CompletionOptions) -> int:
+def print_completion(options: CompletionOptions) -> None:
     """Print a script that completes commands in your shell.
 
     Load the script in the shell's start-up file, or store it where the shell looks for completions.
@@ -31,7 +31,6 @@ def print_completion(options: CompletionOptions) -> int:
       voxlane completion fish > ~/.config/fish/completions/voxlane.fish
     """
     sys.stdout.write(make_app().generate_completion(shell=options.shell))
-    return 0
 
 
 def make_app() -> cyclopts.App:

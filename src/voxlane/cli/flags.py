@@ -13,7 +13,7 @@ A command is a function with a docstring whose parameters are records (`voxlane.
         concurrency: Annotated[int, pydantic.Field(ge=1)] = 64
         \"\"\"Number of list requests in flight.\"\"\"
 
-    def list_objects(options: ListOptions, store: StoreOptions) -> int:
+    def list_objects(options: ListOptions, store: StoreOptions) -> None:
         \"\"\"List the objects under a URI, or save them as a manifest.
 
         More paragraphs of --help, and examples as indented lines.
@@ -22,7 +22,7 @@ A command is a function with a docstring whose parameters are records (`voxlane.
 Each field is one flag: its name with dashes, its type, its default, its docstring as help. A field without a default
 is required. A `bool` is a switch; one whose default is True gets --no-NAME as well. A tuple is a flag that can be
 repeated. A `Literal` has choices. `Flag` in `Annotated` sets everything else. The ClassVar `flag_group` gives the flags
-of a record a heading of their own in --help.
+of a record a heading of their own in --help. A function that can fail without an exception returns its exit status.
 
 Values of a wrong type, unknown flags and missing arguments raise UsageError (exit status 2). Values that the record
 itself rejects raise ConfigError (exit status 1) with the flag's name.
@@ -56,15 +56,15 @@ class Invocation:
 
     name: str
     """Words of the command after `voxlane`, such as `app deploy`."""
-    function: Callable[..., int]
+    function: Callable[..., int | None]
     records: dict[str, Any]
     """Records to call the function with, by parameter name."""
     paths: frozenset[str]
     """Values of the flags and arguments that are local paths or URIs."""
 
     def run(self) -> int:
-        """Run the command and return its exit status."""
-        return self.function(**self.records)
+        """Run the command and return its exit status, 0 if its function returns none."""
+        return self.function(**self.records) or 0
 
     def get(self, name: str, default: Any = None) -> Any:
         """Return the option `name` of whichever record has it."""
@@ -177,7 +177,7 @@ class _Option:
 class Command:
     """A command's function with the parser of its flags."""
 
-    def __init__(self, name: str, function: Callable[..., int]) -> None:
+    def __init__(self, name: str, function: Callable[..., int | None]) -> None:
         self.name = name
         self.function = function
         self._records: dict[str, type[Any]] = {}

@@ -58,7 +58,7 @@ class RunOptions(OperatorConfig):
     """Port that answers /healthz (default: none)."""
 
 
-def run_operator(options: RunOptions) -> int:
+def run_operator(options: RunOptions) -> None:
     """Run the operator until SIGTERM or Ctrl-C."""
     from voxlane.cluster.kubernetes.operator.serve import check_permissions, serve
 
@@ -77,7 +77,6 @@ def run_operator(options: RunOptions) -> int:
     log(f"serving StagedDatasets of {scope} of {cluster.name}; data at or below {', '.join(config.data_paths)}")
     serve(cluster, connect, config, namespace=namespace, health_port=options.health_port, log=log)
     log("ended; copies and removals continue at the next start")
-    return 0
 
 
 # -- install, uninstall ------------------------------------------------------------------------------------------------
@@ -95,12 +94,12 @@ class InstallOptions(InstallConfig):
     """Namespace of the operator."""
 
 
-def install_operator(options: InstallOptions) -> int:
+def install_operator(options: InstallOptions) -> None:
     """Install the operator, and the kind StagedDataset, in a cluster."""
     if options.render:
         manifests = build_manifests(options, namespace=options.namespace)
         print("\n---\n".join(yaml.safe_dump(item, sort_keys=False, width=120).strip() for item in manifests))
-        return 0
+        return
     cluster = Cluster.connect(context=options.context, namespace=options.namespace)
     image = options.image or _find_installed_image(cluster, options.namespace)
     manifests = build_manifests(dataclasses.replace(options, image=image), namespace=options.namespace)
@@ -119,7 +118,6 @@ def install_operator(options: InstallOptions) -> int:
         action = "updated" if existing is not None else "created"
         print(f"{manifest['kind']} {manifest['metadata']['name']}{scope}: {action}")
     print(f"see: kubectl -n {options.namespace} get deployment; kubectl get stageddatasets -A")
-    return 0
 
 
 def _find_installed_image(cluster: Cluster, namespace: str) -> str | None:
@@ -154,7 +152,7 @@ class UninstallOptions:
     """Context of the kubeconfig (default: the current one)."""
 
 
-def uninstall_operator(options: UninstallOptions) -> int:
+def uninstall_operator(options: UninstallOptions) -> None:
     """Remove the operator from a cluster.
 
     StagedDatasets, their kind and the data on the nodes' disks stay, and the next install takes them over. With --data
@@ -186,7 +184,6 @@ def uninstall_operator(options: UninstallOptions) -> int:
         _delete_copier_permissions(cluster)
     if datasets and not options.data:
         print(f"{count} left, with the data; nothing serves or removes them until the next install")
-    return 0
 
 
 def _delete_copier_permissions(cluster: Cluster) -> None:

@@ -44,7 +44,7 @@ class PrepareOptions(ConfiguredOptions):
     """URI or folder for the prepared dataset."""
 
 
-def prepare_dataset(options: PrepareOptions, store: FieldsFileOptions) -> int:
+def prepare_dataset(options: PrepareOptions, store: FieldsFileOptions) -> None:
     """Check scans and write them as a dataset to train on.
 
     Read the scans and labels under SRC, check every case, and write each case to DST as a compressed, chunked Zarr v3
@@ -81,7 +81,6 @@ def prepare_dataset(options: PrepareOptions, store: FieldsFileOptions) -> int:
         f"batch {plan.batch}, {plan.network.kind} with features {', '.join(map(str, plan.network.features))}"
     )
     print(f"next: voxlane train {options.dst} --run RUN")
-    return 0
 
 
 # -- train -------------------------------------------------------------------------------------------------------------
@@ -143,7 +142,7 @@ def _choose_trainer(options: RayOptions) -> Any:
     return functools.partial(train_on_ray, **{**dataclasses.asdict(options), "workers": workers})
 
 
-def train_network(options: TrainOptions, ray: RayOptions, store: FieldsFileOptions) -> int:
+def train_network(options: TrainOptions, ray: RayOptions, store: FieldsFileOptions) -> None:
     """Train a segmentation network on a prepared dataset.
 
     Train on patches streamed from DATA, which `voxlane prepare` wrote, and store everything in RUN: config, history,
@@ -198,14 +197,12 @@ def train_network(options: TrainOptions, ray: RayOptions, store: FieldsFileOptio
                 progress=options.progress,
             )
         except KeyboardInterrupt:
-            print("voxlane: interrupted; --resume continues from the last checkpoint", file=sys.stderr)
-            return 130
+            raise KeyboardInterrupt("--resume continues from the last checkpoint") from None
         if is_first_rank:
             print(_format_timing(report))
             print(f"run: {uri}")
     if is_first_rank:
         print(f"next: voxlane evaluate {options.run}")
-    return 0
 
 
 def _parse_folds(text: str, prepared: Prepared) -> list[int]:
@@ -258,7 +255,7 @@ class TuneOptions(ConfiguredOptions):
     """Number of trials; the same as tune.trials=N."""
 
 
-def tune_config(options: TuneOptions, store: StoreFileOptions) -> int:
+def tune_config(options: TuneOptions, store: StoreFileOptions) -> None:
     """Search for the best config with many training runs at once.
 
     Train many configs on DATA, several at once, and find the one with the best mean Dice on held-out cases. SPACE is a
@@ -314,8 +311,7 @@ def tune_config(options: TuneOptions, store: StoreFileOptions) -> int:
                 origin=space,
             )
     except KeyboardInterrupt:
-        print("voxlane: interrupted; --resume continues the trials", file=sys.stderr)
-        return 130
+        raise KeyboardInterrupt("--resume continues the trials") from None
     print(format_table(search))
     best = search.best
     assert best is not None  # `tune` raises where no trial succeeded
@@ -324,7 +320,6 @@ def tune_config(options: TuneOptions, store: StoreFileOptions) -> int:
     print(f"page: {out}/report.html")
     print(f"next: voxlane evaluate {best.run}")
     print(f"      voxlane train {data} --run RUN --config {out}/best.yaml")
-    return 0
 
 
 # -- configs of DistMIS, in place of voxlane's own ---------------------------------------------------------------------
@@ -392,7 +387,7 @@ class EvaluateOptions(ConfiguredOptions):
     """URI or folder for the results (default: the run's own)."""
 
 
-def evaluate_runs(options: EvaluateOptions, store: FieldsFileOptions) -> int:
+def evaluate_runs(options: EvaluateOptions, store: FieldsFileOptions) -> None:
     """Score a run on the cases it did not train on.
 
     Predict the held-out cases of RUN with Gaussian-weighted sliding windows and score them against their labels, in
@@ -418,7 +413,6 @@ def evaluate_runs(options: EvaluateOptions, store: FieldsFileOptions) -> int:
     print(f"cases, masks and overlays: {result.folder_uri}")
     if out.exists or options.out is None:
         print(f"next: voxlane report {options.out or uris[0]}")
-    return 0
 
 
 # -- predict -----------------------------------------------------------------------------------------------------------
@@ -438,7 +432,7 @@ class PredictOptions(ConfiguredOptions):
     """URI or folder for the masks."""
 
 
-def predict_scans(options: PredictOptions, store: FieldsFileOptions) -> int:
+def predict_scans(options: PredictOptions, store: FieldsFileOptions) -> None:
     """Segment new scans.
 
     Segment scans with RUN's network, or with those of all its folds together, and write each mask as NIfTI in the
@@ -472,7 +466,6 @@ def predict_scans(options: PredictOptions, store: FieldsFileOptions) -> int:
         print(f"{result.mask}  {volumes}  ({result.seconds:.1f} s)", flush=True)
     if failed:
         raise ScanError(f"{failed} of {len(jobs)} scans could not be segmented")
-    return 0
 
 
 # -- report ------------------------------------------------------------------------------------------------------------
@@ -486,7 +479,7 @@ class ReportOptions:
     """URI or folder of the run, or of a search."""
 
 
-def write_report(options: ReportOptions, store: StoreFileOptions) -> int:
+def write_report(options: ReportOptions, store: StoreFileOptions) -> None:
     """Write one page about a run: curves, scores, overlays, timing.
 
     Write RUN/report.html, one self-contained page: dataset and model, curves, accuracy by class and case, overlays of
@@ -498,7 +491,6 @@ def write_report(options: ReportOptions, store: StoreFileOptions) -> int:
 
     config = store.store_config()
     print(report_search(options.run, config) or report(options.run, config))
-    return 0
 
 
 # -- tensorboard -------------------------------------------------------------------------------------------------------
@@ -520,7 +512,7 @@ class TensorBoardOptions:
     """Wait for a run that does not exist yet."""
 
 
-def show_tensorboard(options: TensorBoardOptions, store: StoreOptions) -> int:
+def show_tensorboard(options: TensorBoardOptions, store: StoreOptions) -> None:
     """Show a run in TensorBoard.
 
     Show the run's curves, and its validation cases as rows of ground truth, scan and prediction. The event files are
@@ -548,4 +540,3 @@ def show_tensorboard(options: TensorBoardOptions, store: StoreOptions) -> int:
             ready=ready,
             wait=options.wait,
         )
-    return 0

@@ -79,11 +79,10 @@ class SubmitOptions(RenderOptions):
     """Do not check the dataset and config before submitting."""
 
 
-def render_job(options: RenderOptions) -> int:
+def render_job(options: RenderOptions) -> None:
     """Print the batch script of a voxlane command's job."""
     job, _ = _make_job(options)
     sys.stdout.write(render_script(job))
-    return 0
 
 
 def submit_job(options: SubmitOptions) -> int:
@@ -206,14 +205,14 @@ class StatusOptions:
     """Number of a job (default: all your jobs)."""
 
 
-def print_status(options: StatusOptions) -> int:
+def print_status(options: StatusOptions) -> None:
     """Show your jobs: state, reason for waiting, progress."""
     listed = slurm.list_jobs(options.jobs)
     if not options.jobs:
         listed = [job for job in listed if job.voxlane_command is not None]
         if not listed:
             print("no jobs of yours that voxlane submitted are known to SLURM")
-            return 0
+            return
     by_id = {job.id: job for job in listed}
     for number in options.jobs or [job.id for job in listed]:
         if number in by_id:
@@ -222,7 +221,6 @@ def print_status(options: StatusOptions) -> int:
             print(f"{number}  {submitted.name}  ended; SLURM has forgotten it\n    log: {submitted.log}")
         else:
             raise slurm.unknown_job_error(number)
-    return 0
 
 
 def format_job(job: JobStatus, progress: str) -> list[str]:
@@ -344,7 +342,7 @@ class CancelOptions:
     """Job numbers."""
 
 
-def cancel_jobs(options: CancelOptions) -> int:
+def cancel_jobs(options: CancelOptions) -> None:
     """Cancel jobs; their checkpoints and results stay."""
     by_id = {job.id: job for job in slurm.list_jobs(options.jobs)}
     for number in options.jobs:
@@ -355,4 +353,3 @@ def cancel_jobs(options: CancelOptions) -> int:
             continue
         slurm.cancel(number)
         print(f"job {number}: cancelled; what it saved is kept, and submitting it again with --resume goes on")
-    return 0

@@ -61,7 +61,7 @@ class StageNodesOptions:
     """Copy on these nodes, such as 'gpu[1-4]'."""
 
 
-def stage_dataset(options: StageOptions, nodes: StageNodesOptions, store: StoreFileOptions) -> int:
+def stage_dataset(options: StageOptions, nodes: StageNodesOptions, store: StoreFileOptions) -> None:
     """Copy a dataset to this machine's own disk.
 
     Copy the objects below SOURCE to FOLDER/datasets/NAME, in parallel and with checksums. Objects that are already
@@ -82,23 +82,25 @@ def stage_dataset(options: StageOptions, nodes: StageNodesOptions, store: StoreF
     if options.list_folder is not None:
         if options.source is not None:
             raise ConfigError("--list takes a folder and copies nothing", fix="Leave out SOURCE and FOLDER")
-        return _list_copies(options.list_folder)
+        _list_copies(options.list_folder)
+        return
     if options.source is None or options.folder is None:
         missing = "SOURCE" if options.source is None else "FOLDER"
         raise UsageError(f"voxlane stage: missing {missing}", fix="See: voxlane stage --help")
     _ = options.capacity_bytes  # a wrong --capacity fails before anything is done
     if nodes.nodes is not None or nodes.nodelist is not None:
-        return _stage_on_nodes(srun_words(options, nodes, store, os.environ))
-    if options.remove:
-        return _remove_copies(options.source, options.folder, options.name)
-    return _stage_here(options, options.source, options.folder, store.store_config())
+        _stage_on_nodes(srun_words(options, nodes, store, os.environ))
+    elif options.remove:
+        _remove_copies(options.source, options.folder, options.name)
+    else:
+        _stage_here(options, options.source, options.folder, store.store_config())
 
 
 def _hostname() -> str:
     return socket.gethostname().split(".")[0]
 
 
-def _stage_here(options: StageOptions, source: str, folder: str, store: StoreConfig) -> int:
+def _stage_here(options: StageOptions, source: str, folder: str, store: StoreConfig) -> None:
     from tqdm import tqdm
 
     # The bar appears with the first report, on a terminal only.
@@ -111,7 +113,7 @@ def _stage_here(options: StageOptions, source: str, folder: str, store: StoreCon
             raise
         lacking = f"{format_bytes(error.lacking_bytes)} too little room"
         print(f"{_hostname()}: {folder}: {lacking}; it will be read from {source}")
-        return 0
+        return
     rate = format_bytes(int(report.copied_bytes / max(report.seconds, 1e-3)))
     copied = f"copied {report.copied}, {format_bytes(report.copied_bytes)} in {report.seconds:.0f} s ({rate}/s)"
     changes = [copied] if report.copied else []
@@ -119,7 +121,6 @@ def _stage_here(options: StageOptions, source: str, folder: str, store: StoreCon
     changes += [f"removed {report.removed} that the source has no longer or otherwise"] if report.removed else []
     objects = f"{report.objects} object{'s' * (report.objects != 1)}, {format_bytes(report.total_bytes)}"
     print(f"{_hostname()}: {objects} in {location}; {', '.join(changes) or 'all were there'}")
-    return 0
 
 
 def _copy(options: StageOptions, source: str, folder: str, store: StoreConfig, bar: Any) -> tuple[StagingReport, str]:
@@ -149,7 +150,7 @@ def _copy(options: StageOptions, source: str, folder: str, store: StoreConfig, b
     return report, report.folder
 
 
-def _remove_copies(source: str, folder: str, name: str | None) -> int:
+def _remove_copies(source: str, folder: str, name: str | None) -> None:
     from voxlane.store import staging
     from voxlane.store.staging.sources import normalize_source
 
@@ -158,10 +159,9 @@ def _remove_copies(source: str, folder: str, name: str | None) -> int:
     freed = sum(staging.remove(folder, copy.name) for copy in copies)
     result = f"removed from {folder}, {format_bytes(freed)} free" if copies else f"nothing of it was in {folder}"
     print(f"{_hostname()}: {result}")
-    return 0
 
 
-def _list_copies(folder: str) -> int:
+def _list_copies(folder: str) -> None:
     from voxlane.store.staging import list_copies
 
     if not os.path.isdir(os.path.expanduser(folder)):
@@ -173,11 +173,10 @@ def _list_copies(folder: str) -> int:
         rows.append((copy.name, f"{copy.objects:,}", size, last_used, copy.source or "-"))
     if len(rows) == 1:
         print(f"nothing is staged in {folder}")
-        return 0
+        return
     widths = [max(len(row[column]) for row in rows) for column in range(5)]
     for row in rows:
         print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
-    return 0
 
 
 # -- on SLURM nodes ----------------------------------------------------------------------------------------------------
@@ -217,7 +216,7 @@ def _stage_words(options: StageOptions, store: StoreFileOptions) -> list[str]:
     return words + [f"{flag}={value}" for flag, value in values.items() if value is not None]
 
 
-def _stage_on_nodes(words: list[str]) -> int:
+def _stage_on_nodes(words: list[str]) -> None:
     import subprocess
 
     sys.stdout.flush()
@@ -231,4 +230,3 @@ def _stage_on_nodes(words: list[str]) -> int:
         raise ClusterError(
             f"staging failed on one node or more (srun ended with status {status})", fix="See the lines above"
         )
-    return 0

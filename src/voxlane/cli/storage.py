@@ -35,7 +35,7 @@ class ListOptions(ProgressOptions):
     """GCS: also save each object's generation, which composed download (compose='on') needs."""
 
 
-def list_bucket(options: ListOptions, store: StoreOptions) -> int:
+def list_bucket(options: ListOptions, store: StoreOptions) -> None:
     """List the objects under a URI, or save them as a manifest.
 
     List every object whose key starts with the URI's key (a plain string prefix), in parallel and in key order. With
@@ -67,17 +67,16 @@ def list_bucket(options: ListOptions, store: StoreOptions) -> int:
     if options.save:
         manifest.save(options.save, config)
         print(f"{total} -> {options.save}")
-        return 0
+        return
     if options.total:
         print(f"{total} ({manifest.total_bytes:,} bytes), {bucket.counters.read().requests:,} list requests")
-        return 0
+        return
     root = manifest.root
     if options.long:
         for entry in manifest:
             print(f"{entry.size:>15,}  {entry.etag or '-':<36} {root}{entry.key}")
     else:
         sys.stdout.writelines(f"{root}{key}\n" for key in manifest.keys())
-    return 0
 
 
 @record
@@ -92,7 +91,7 @@ class CleanOptions:
     """Only report the objects that would be removed."""
 
 
-def clean_bucket(options: CleanOptions, store: StoreOptions) -> int:
+def clean_bucket(options: CleanOptions, store: StoreOptions) -> None:
     """Remove temporary objects that killed runs left in a GCS bucket.
 
     Composed download joins many small objects into temporary ones. If its process is killed, they stay in the bucket,
@@ -113,7 +112,6 @@ def clean_bucket(options: CleanOptions, store: StoreOptions) -> int:
     print(f"{len(leftovers)} leftover objects, {size}, {'found' if options.dry_run else 'removed'} in {bucket.root}")
     if younger:
         print(f"{younger} younger ones kept: a run may still be reading them (--older-than 0 takes all)")
-    return 0
 
 
 @record
@@ -136,7 +134,7 @@ class EmulatorOptions:
     """Largest number of requests per second; further ones are refused. 0: unlimited."""
 
 
-def run_emulator(options: EmulatorOptions) -> int:
+def run_emulator(options: EmulatorOptions) -> None:
     """Serve a local, in-memory GCS and S3 (needs voxlane[testing]).
 
     Serve the GCS (XML and JSON) and S3 APIs on one local port until interrupted, for experiments and tests. Print the
@@ -147,4 +145,3 @@ def run_emulator(options: EmulatorOptions) -> int:
     names = ("port", "latency_ms", "jitter_ms", "bandwidth", "total_bandwidth", "requests_per_s")
     words = [f"--{name.replace('_', '-')}={getattr(options, name)}" for name in names]
     serve([*words, *(f"--bucket={bucket}" for bucket in options.bucket)], program="voxlane emulator")
-    return 0

@@ -15,7 +15,7 @@ from voxlane.cli.commands import COMMANDS, HIDDEN
 from voxlane.errors import ReportedError, StoppedError, UsageError, VoxlaneError
 
 if TYPE_CHECKING:
-    from voxlane.cli.flags import Command, Invocation
+    from voxlane.cli.flags import CommandParser
 
 _DESCRIPTION = "From a bucket of 3D scans to a trained, evaluated segmentation model."
 
@@ -84,17 +84,19 @@ def _run(words: list[str]) -> int:
             sys.stdout.write(_format_group(name))
             return 0
         raise _wrong_command(name, rest)
-    command = load_command(name)
+    parser = load_parser(name)
     if "-h" in flags or "--help" in flags:
-        sys.stdout.write(command.format_help())
+        sys.stdout.write(parser.format_help())
         return 0
-    if "--fields" in flags and command.config_class:
+    config_class = getattr(parser.command_class, "config_class", "")
+    if "--fields" in flags and config_class:
         from voxlane.cli.config_options import format_config_fields
 
-        presets = load_object(command.presets) if command.presets else {}
-        sys.stdout.write(format_config_fields(name, load_object(command.config_class), presets, flags))
+        presets = getattr(parser.command_class, "presets", "")
+        presets = load_object(presets) if presets else {}
+        sys.stdout.write(format_config_fields(name, load_object(config_class), presets, flags))
         return 0
-    return command.parse(rest).run()
+    return parser.run(rest)
 
 
 def split_command(words: Sequence[str]) -> tuple[str, list[str]]:
@@ -138,19 +140,20 @@ def load_object(path: str) -> Any:
     return getattr(importlib.import_module(module), name)
 
 
-def load_command(name: str) -> Command:
-    """Import a command and make the parser of its flags."""
-    from voxlane.cli.flags import Command
+def load_parser(name: str) -> CommandParser:
+    """Import a command, such as `AppInitCommand` for `app init`, and make the parser of its flags."""
+    from voxlane.cli.flags import CommandParser
 
-    return Command(name, load_object(f"voxlane.cli.{COMMANDS[name][0]}"))
+    class_name = f"{name.title().replace(' ', '')}Command"
+    return CommandParser(name, load_object(f"voxlane.cli.{COMMANDS[name][0]}:{class_name}"))
 
 
-def parse(words: Sequence[str]) -> Invocation:
-    """Parse a whole command line without running it; raise UsageError or ConfigError for a wrong one."""
+def parse(words: Sequence[str]) -> Any:
+    """Return the command of a whole command line, or raise UsageError or ConfigError, without running it."""
     name, rest = split_command(words)
     if is_group(name):
         raise _wrong_command(name, rest)
-    return load_command(name).parse(rest)
+    return load_parser(name).parse(rest)
 
 
 def _format_group(name: str) -> str:
@@ -158,7 +161,7 @@ def _format_group(name: str) -> str:
     from voxlane.cli.help import format_rows, format_text, terminal_width
 
     width = terminal_width()
-    description = load_object(f"voxlane.cli.{COMMANDS[name][0]}") if name else _DESCRIPTION
+    description = load_object(f"voxlane.cli.{COMMANDS[name][0]}:HELP") if name else _DESCRIPTION
     usage = f"Usage: voxlane {name} COMMAND ..." if name else "Usage: voxlane [--version] [--help] COMMAND ..."
     text, _, examples = description.partition("\nExamples:\n")
     parts = [usage, format_text(text, width), f"Commands:\n{format_rows(list(subcommands(name).items()), width, 16)}"]

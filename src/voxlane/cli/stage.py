@@ -21,8 +21,36 @@ _ALL = "all"
 
 
 @record
-class StageOptions:
-    """Options of `voxlane stage`."""
+class StageNodesOptions:
+    """Options of `voxlane stage` on SLURM nodes."""
+
+    flag_group: ClassVar[str] = "On SLURM nodes, by srun"
+
+    nodes: Annotated[str | None, Flag(metavar="[N]", bare_value=_ALL)] = None
+    """Copy on every node of the current allocation, or on N nodes. Give this flag last."""
+    nodelist: Annotated[str | None, Flag(metavar="NODES")] = None
+    """Copy on these nodes, such as 'gpu[1-4]'."""
+
+
+@record
+class StageCommand(StoreFileOptions, StageNodesOptions):
+    """Copy a dataset to this machine's own disk.
+
+    Copy the objects below SOURCE to FOLDER/datasets/NAME, in parallel and with checksums. Objects that are already
+    there are not copied again unless they changed. Objects that two sources share are stored once.
+
+    For a prepared dataset, only the objects that training reads are copied. Training with loader.staged=FOLDER reads
+    them from there, and everything else from SOURCE.
+
+    Examples:
+      voxlane stage gs://work/kits19 /scratch/voxlane
+      voxlane train gs://work/kits19 --run gs://work/runs/a loader.staged=/scratch/voxlane
+      voxlane stage s3://scans/raw /scratch/voxlane --capacity 200Gi --name raw
+      voxlane stage gs://work/kits19 /scratch/voxlane --nodes         on every node of this SLURM allocation
+      voxlane stage gs://work/kits19 /scratch/voxlane --nodelist 'gpu[1-4]'
+      voxlane stage --list /scratch/voxlane
+      voxlane stage gs://work/kits19 /scratch/voxlane --remove
+    """
 
     source: Annotated[PathOrUri | None, ARGUMENT] = None
     """URI or folder of the objects to copy."""
@@ -48,59 +76,29 @@ class StageOptions:
         """Largest size that may be copied, in bytes."""
         return None if self.capacity is None else parse_bytes(self.capacity, name="--capacity")
 
-
-@record
-class StageNodesOptions:
-    """Options of `voxlane stage` on SLURM nodes."""
-
-    flag_group: ClassVar[str] = "On SLURM nodes, by srun"
-
-    nodes: Annotated[str | None, Flag(metavar="[N]", bare_value=_ALL)] = None
-    """Copy on every node of the current allocation, or on N nodes. Give this flag last."""
-    nodelist: Annotated[str | None, Flag(metavar="NODES")] = None
-    """Copy on these nodes, such as 'gpu[1-4]'."""
-
-
-def stage_dataset(options: StageOptions, nodes: StageNodesOptions, store: StoreFileOptions) -> None:
-    """Copy a dataset to this machine's own disk.
-
-    Copy the objects below SOURCE to FOLDER/datasets/NAME, in parallel and with checksums. Objects that are already
-    there are not copied again unless they changed. Objects that two sources share are stored once.
-
-    For a prepared dataset, only the objects that training reads are copied. Training with loader.staged=FOLDER reads
-    them from there, and everything else from SOURCE.
-
-    Examples:
-      voxlane stage gs://work/kits19 /scratch/voxlane
-      voxlane train gs://work/kits19 --run gs://work/runs/a loader.staged=/scratch/voxlane
-      voxlane stage s3://scans/raw /scratch/voxlane --capacity 200Gi --name raw
-      voxlane stage gs://work/kits19 /scratch/voxlane --nodes         on every node of this SLURM allocation
-      voxlane stage gs://work/kits19 /scratch/voxlane --nodelist 'gpu[1-4]'
-      voxlane stage --list /scratch/voxlane
-      voxlane stage gs://work/kits19 /scratch/voxlane --remove
-    """
-    if options.list_folder is not None:
-        if options.source is not None:
-            raise ConfigError("--list takes a folder and copies nothing", fix="Leave out SOURCE and FOLDER")
-        _list_copies(options.list_folder)
-        return
-    if options.source is None or options.folder is None:
-        missing = "SOURCE" if options.source is None else "FOLDER"
-        raise UsageError(f"voxlane stage: missing {missing}", fix="See: voxlane stage --help")
-    _ = options.capacity_bytes  # a wrong --capacity fails before anything is done
-    if nodes.nodes is not None or nodes.nodelist is not None:
-        _stage_on_nodes(srun_words(options, nodes, store, os.environ))
-    elif options.remove:
-        _remove_copies(options.source, options.folder, options.name)
-    else:
-        _stage_here(options, options.source, options.folder, store.store_config())
+    def _run(self) -> None:
+        if self.list_folder is not None:
+            if self.source is not None:
+                raise ConfigError("--list takes a folder and copies nothing", fix="Leave out SOURCE and FOLDER")
+            _list_copies(self.list_folder)
+            return
+        if self.source is None or self.folder is None:
+            missing = "SOURCE" if self.source is None else "FOLDER"
+            raise UsageError(f"voxlane stage: missing {missing}", fix="See: voxlane stage --help")
+        _ = self.capacity_bytes  # a wrong --capacity fails before anything is done
+        if self.nodes is not None or self.nodelist is not None:
+            _stage_on_nodes(srun_words(self, os.environ))
+        elif self.remove:
+            _remove_copies(self.source, self.folder, self.name)
+        else:
+            _stage_here(self, self.source, self.folder, self.store_config())
 
 
 def _hostname() -> str:
     return socket.gethostname().split(".")[0]
 
 
-def _stage_here(options: StageOptions, source: str, folder: str, store: StoreConfig) -> None:
+def _stage_here(options: StageCommand, source: str, folder: str, store: StoreConfig) -> None:
     from tqdm import tqdm
 
     # The bar appears with the first report, on a terminal only.
@@ -123,7 +121,7 @@ def _stage_here(options: StageOptions, source: str, folder: str, store: StoreCon
     print(f"{_hostname()}: {objects} in {location}; {', '.join(changes) or 'all were there'}")
 
 
-def _copy(options: StageOptions, source: str, folder: str, store: StoreConfig, bar: Any) -> tuple[StagingReport, str]:
+def _copy(options: StageCommand, source: str, folder: str, store: StoreConfig, bar: Any) -> tuple[StagingReport, str]:
     """Copy, and return the report with the folder that loader.staged takes, or that of the objects."""
     from voxlane.store import staging
     from voxlane.volume import staged_dataset
@@ -182,37 +180,40 @@ def _list_copies(folder: str) -> None:
 # -- on SLURM nodes ----------------------------------------------------------------------------------------------------
 
 
-def srun_words(
-    options: StageOptions, nodes: StageNodesOptions, store: StoreFileOptions, environment: Mapping[str, str]
-) -> list[str]:
+def srun_words(command: StageCommand, environment: Mapping[str, str]) -> list[str]:
     """Return the command that runs the same on nodes: those of the allocation in `environment`, or others."""
     inside = "SLURM_JOB_ID" in environment
-    count = environment.get("SLURM_JOB_NUM_NODES", "1") if nodes.nodes == _ALL else nodes.nodes
+    count = environment.get("SLURM_JOB_NUM_NODES", "1") if command.nodes == _ALL else command.nodes
     if count is not None and not (count.isdigit() and int(count) > 0):
         raise ConfigError(f"--nodes {count}", fix="Give a number of nodes, or none, and write --nodes last")
-    if nodes.nodes == _ALL and not inside and nodes.nodelist is None:
+    if command.nodes == _ALL and not inside and command.nodelist is None:
         raise ClusterError(
             "--nodes without a number needs a SLURM allocation, and this process runs in none",
             fix="Give --nodelist or --nodes N, or run it below salloc or in a job",
         )
     words = ["srun", "--ntasks-per-node=1", "--kill-on-bad-exit=0"]
     words += ["--overlap"] if inside else []
-    if nodes.nodelist is not None:
-        words.append(f"--nodelist={nodes.nodelist}")
-    if nodes.nodelist is None or nodes.nodes not in (None, _ALL):
+    if command.nodelist is not None:
+        words.append(f"--nodelist={command.nodelist}")
+    if command.nodelist is None or command.nodes not in (None, _ALL):
         words.append(f"--nodes={count}")
-    return [*words, sys.executable, "-m", "voxlane", *_stage_words(options, store)]
+    return [*words, sys.executable, "-m", "voxlane", *_stage_words(command)]
 
 
-def _stage_words(options: StageOptions, store: StoreFileOptions) -> list[str]:
+def _stage_words(command: StageCommand) -> list[str]:
     """Return the command that stages on one node, with absolute paths."""
-    source = options.source or ""
+    source = command.source or ""
     source = source if "://" in source else os.path.abspath(os.path.expanduser(source))
-    switches = {"--if-room": options.if_room, "--verify": options.verify, "--remove": options.remove}
-    switches["--anonymous"] = store.anonymous
-    config = os.path.abspath(store.config) if store.config else None
-    values = {"--name": options.name, "--capacity": options.capacity, "--config": config, "--endpoint": store.endpoint}
-    words = ["stage", source, options.folder or "", "--no-progress", *(flag for flag, on in switches.items() if on)]
+    switches = {"--if-room": command.if_room, "--verify": command.verify, "--remove": command.remove}
+    switches["--anonymous"] = command.anonymous
+    config = os.path.abspath(command.config) if command.config else None
+    values = {
+        "--name": command.name,
+        "--capacity": command.capacity,
+        "--config": config,
+        "--endpoint": command.endpoint,
+    }
+    words = ["stage", source, command.folder or "", "--no-progress", *(flag for flag, on in switches.items() if on)]
     return words + [f"{flag}={value}" for flag, value in values.items() if value is not None]
 
 

@@ -11,9 +11,8 @@ from typing import Annotated, ClassVar, Literal
 import pydantic
 import pytest
 
-from voxlane.cli.commands import COMMANDS
 from voxlane.cli.flags import CommandParser, paths_of, summary_of
-from voxlane.cli.main import is_group, load_parser, main, parse
+from voxlane.cli.main import COMMANDS, is_group, load_parser, main, parse
 from voxlane.errors import ConfigError, UsageError
 from voxlane.settings import ARGUMENT, NO_FLAG, REMAINDER, Flag, PathOrUri, record
 

@@ -33,31 +33,31 @@ Examples:
 
 
 @record
-class CheckpointOptions:
+class CheckpointOptions(StoreOptions):
     """What every command on checkpoints takes."""
 
     uri: Annotated[PathOrUri, ARGUMENT]
     """URI or path of a checkpoint, or of a folder of checkpoints."""
 
+    def list_existing(self) -> list[lifecycle.StoredCheckpoint]:
+        """Return the checkpoints at the URI, or raise NotFoundError if there are none."""
+        from voxlane.checkpoint.lifecycle import list_checkpoints
 
-def _list_existing(uri: str, store: StoreOptions) -> list[lifecycle.StoredCheckpoint]:
-    from voxlane.checkpoint.lifecycle import list_checkpoints
-
-    checkpoints = list_checkpoints(uri, store.store_config())
-    if not checkpoints:
-        raise NotFoundError("no checkpoints here", uri=uri, fix="Check the URI (voxlane ls lists all objects)")
-    return checkpoints
+        checkpoints = list_checkpoints(self.uri, self.store_config())
+        if not checkpoints:
+            raise NotFoundError("no checkpoints here", uri=self.uri, fix="Check the URI (voxlane ls lists all objects)")
+        return checkpoints
 
 
 @record
-class CheckpointLsCommand(StoreOptions, CheckpointOptions):
+class CheckpointLsCommand(CheckpointOptions):
     """List checkpoints, including unfinished ones, oldest first."""
 
     complete: bool = False
     """List only checkpoints that can be loaded."""
 
     def _run(self) -> None:
-        rows = [c for c in _list_existing(self.uri, self) if c.complete or not self.complete]
+        rows = [c for c in self.list_existing() if c.complete or not self.complete]
         if not rows:
             raise IncompleteError(
                 "no complete checkpoint here", uri=self.uri, fix="Leave out --complete to see the rest"
@@ -71,7 +71,7 @@ class CheckpointLsCommand(StoreOptions, CheckpointOptions):
 
 
 @record
-class CheckpointLatestCommand(StoreOptions, CheckpointOptions):
+class CheckpointLatestCommand(CheckpointOptions):
     """Print the URI of the newest complete checkpoint.
 
     The exit status is 1 if there is none.
@@ -84,7 +84,7 @@ class CheckpointLatestCommand(StoreOptions, CheckpointOptions):
 
 
 @record
-class CheckpointVerifyCommand(StoreOptions, CheckpointOptions, ProgressOptions):
+class CheckpointVerifyCommand(CheckpointOptions, ProgressOptions):
     """Read every byte of checkpoints and compare with their checksums.
 
     The exit status is 1 if a checkpoint is damaged.
@@ -93,7 +93,7 @@ class CheckpointVerifyCommand(StoreOptions, CheckpointOptions, ProgressOptions):
     def _run(self) -> int:
         from voxlane.checkpoint.lifecycle import verify
 
-        checkpoints = _list_existing(self.uri, self)
+        checkpoints = self.list_existing()
         unpublished = [c for c in checkpoints if not c.published]
         checkpoints = [c for c in checkpoints if c.published]
         damaged = 0
@@ -113,7 +113,7 @@ class CheckpointVerifyCommand(StoreOptions, CheckpointOptions, ProgressOptions):
 
 
 @record
-class CheckpointRmCommand(StoreOptions, CheckpointOptions):
+class CheckpointRmCommand(CheckpointOptions):
     """Delete a checkpoint, or all but the newest."""
 
     keep_last: Annotated[int | None, Flag(metavar="K")] = None
@@ -132,7 +132,7 @@ class CheckpointRmCommand(StoreOptions, CheckpointOptions):
             try:
                 doomed = [find_checkpoint(self.uri, self.store_config())]
             except NotFoundError:
-                others = _list_existing(self.uri, self)
+                others = self.list_existing()
                 raise ConfigError(
                     f"not a checkpoint, but {len(others)} are below it",
                     uri=self.uri,
@@ -140,7 +140,7 @@ class CheckpointRmCommand(StoreOptions, CheckpointOptions):
                 ) from None
         else:
             retention = Retention(keep_last=self.keep_last, keep_every=self.keep_every)
-            doomed = retention.surplus(_list_existing(self.uri, self))
+            doomed = retention.surplus(self.list_existing())
         for c in doomed:
             if not self.dry_run:
                 remove_checkpoint(c)
@@ -150,7 +150,7 @@ class CheckpointRmCommand(StoreOptions, CheckpointOptions):
 
 
 @record
-class CheckpointGcCommand(StoreOptions, CheckpointOptions):
+class CheckpointGcCommand(CheckpointOptions):
     """Remove unfinished uploads and stray files that killed saves left."""
 
     older_than: Annotated[float, pydantic.Field(ge=0, le=TEN_YEARS_MINUTES), Flag(metavar="MINUTES")] = 1440.0

@@ -7,8 +7,7 @@ from typing import Annotated, Literal
 
 import cyclopts
 
-from voxlane.cli.commands import COMMANDS, HIDDEN
-from voxlane.cli.main import is_group, load_parser
+from voxlane.cli.main import COMMANDS, HIDDEN, is_group, load_parser
 from voxlane.settings import ARGUMENT, record
 
 

@@ -30,7 +30,7 @@ without an exception returns its exit status from `_run`.
 Values of a wrong type, unknown flags and missing arguments raise UsageError (exit status 2). Values that the record
 itself rejects raise ConfigError (exit status 1) with the flag's name.
 
-`voxlane.cli.commands` lists every command with its module.
+`voxlane.cli.main` lists every command with its module.
 """
 
 from __future__ import annotations
@@ -59,7 +59,10 @@ class _Option:
     name: str
     field: Any
     flag: Flag
+    is_own: bool
+    """Whether the command itself declares it, and not a base class that it shares with others."""
     group: str
+    """Heading in --help; empty: Options."""
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -135,15 +138,14 @@ class _Option:
             allow_repeating=True,
             required=self.required if self.variadic else None,
         )
-        position = inspect.Parameter.KEYWORD_ONLY
-        if self.flag.positional:
-            kinds = inspect.Parameter
-            position = kinds.VAR_POSITIONAL if self.variadic else kinds.POSITIONAL_ONLY  # type: ignore[assignment]
+        places = inspect.Parameter
+        place: Any = places.POSITIONAL_ONLY if self.flag.positional else places.KEYWORD_ONLY
+        place = places.VAR_POSITIONAL if self.variadic else place
         if self.required or self.variadic:
-            return inspect.Parameter(self.name, position, annotation=Annotated[kind, declared])
+            return inspect.Parameter(self.name, place, annotation=Annotated[kind, declared])
         # A switch must not be optional, or completion takes the next word for its value.
         default, kind = (self.default, bool) if kind is bool else (None, kind | None)
-        return inspect.Parameter(self.name, position, default=default, annotation=Annotated[kind, declared])
+        return inspect.Parameter(self.name, place, default=default, annotation=Annotated[kind, declared])
 
 
 class CommandParser:
@@ -152,19 +154,14 @@ class CommandParser:
     def __init__(self, name: str, command_class: type[Any]) -> None:
         self.name = name
         self.command_class = command_class
-        own: list[_Option] = []
-        shared: list[_Option] = []
+        self._options: list[_Option] = []
         for field_name, field in settings.record_fields(command_class).items():
             owner = next(cls for cls in command_class.__mro__ if field_name in cls.__annotations__)
-            flag = settings.flag_of(field)
-            if owner is command_class:
-                own.append(_Option(field_name, field, flag, ""))
-            else:
-                shared.append(_Option(field_name, field, flag, getattr(owner, "flag_group", "")))
-        # In --help, the options of the command itself come before those that it shares with others.
-        self._options = [option for option in (*own, *shared) if not option.flag.excluded]
+            group = "" if owner is command_class else getattr(owner, "flag_group", "")
+            option = _Option(field_name, field, settings.flag_of(field), owner is command_class, group)
+            self._options += [] if option.flag.excluded else [option]
         # Arguments that may be left out come after those that may not, as Python demands of parameters.
-        self._options.sort(key=lambda option: (not option.flag.positional, option.variadic, option.flag.overrides))
+        self._options.sort(key=lambda o: (not o.flag.positional, o.variadic, o.flag.overrides, not o.is_own))
         self._overrides = next((option.name for option in self._options if option.flag.overrides), "")
         self._remainder = next((option.name for option in self._options if option.flag.remainder), "")
         self.app = self._make_app()
@@ -193,15 +190,12 @@ class CommandParser:
             _, bound, _ = self.app.parse_args(parsed_words, print_error=False, exit_on_error=False)
         except parsing.CycloptsError as error:
             raise self._usage_error(self._explain(error, parsed_words)) from None
-        values: dict[str, Any] = {}
         for option in self._options:
-            value: Any = bound.arguments.get(option.name, taken.get(option.name))
-            if option.required and value == ():
+            if option.required and taken.get(option.name) == ():
                 raise self._usage_error(f"missing {option.names[0]} after --")
-            values |= {} if value is None else {option.name: value}
         labels = {option.name: option.names[0] for option in self._options}
         try:
-            return settings.build(self.command_class, values, labels=labels)
+            return settings.build(self.command_class, {**bound.arguments, **taken}, labels=labels)
         except ConfigError as error:
             if error.code in _TYPE_ERRORS:
                 raise self._usage_error(str(error)) from None
@@ -212,7 +206,7 @@ class CommandParser:
         return UsageError(f"voxlane {self.name}: {problem}", fix=fix)
 
     def _split_words(self, words: Sequence[str]) -> tuple[list[str], dict[str, tuple[str, ...]]]:
-        """Split the words that cyclopts parses from the values, by key, of the two options that it cannot parse:
+        """Split the words that cyclopts parses from the values, by name, of the two options that it cannot parse:
         `field=value` overrides, which may stand anywhere, and the words of another command. Those come after `--` or,
         where the command has no other arguments, start with the first word that is neither a flag nor its value."""
         takes_value = {name: o.flag for o in self._options for name in o.names if o.field.annotation is not bool}
@@ -234,7 +228,8 @@ class CommandParser:
             else:
                 parsed += [word, *rest[:1]]
                 del rest[:1]
-        return parsed, {self._overrides: tuple(overrides), self._remainder: tuple(rest)}
+        taken = {self._overrides: tuple(overrides), self._remainder: tuple(rest)}
+        return parsed, {name: values for name, values in taken.items() if name}
 
     def _explain(self, error: parsing.CycloptsError, words: Sequence[str]) -> str:
         """Say in one line what is wrong with the words of a command line."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
+from functools import partial
 from typing import Annotated
 
 import yaml
@@ -60,9 +61,7 @@ class OperatorRunCommand(OperatorConfig):
     def _run(self) -> None:
         from voxlane.cluster.kubernetes.operator.serve import check_permissions, serve
 
-        def connect() -> Cluster:
-            return Cluster.connect(context=self.context)
-
+        connect = partial(Cluster.connect, context=self.context)
         cluster = connect()
         namespace = None if self.namespace == "all" else self.namespace
         config = dataclasses.replace(self, own_namespace=cluster.namespace)

@@ -10,6 +10,7 @@ import shutil
 import sys
 import time
 from collections.abc import Collection, Sequence
+from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import pydantic
@@ -129,7 +130,6 @@ def _check_field_names(command_name: str, command: Any) -> None:
     overrides = getattr(command, "overrides", None)
     if not overrides:
         return
-    from voxlane.cli.main import load_object
     from voxlane.store import StoreConfig
     from voxlane.train.config import TrainConfig
 
@@ -137,7 +137,7 @@ def _check_field_names(command_name: str, command: Any) -> None:
     if command_name == "tune":  # SPACE holds the fields of train, and perhaps a record of them as a distribution
         shared = iterate_fields(TrainConfig)
         overrides = [re.sub(r"\.(choice|grid)=", "=", override) for override in overrides]
-    own = iterate_fields(load_object(command.config_class))
+    own = iterate_fields(resolve_name(command.config_class))
     fields = [name for name, _, _ in itertools.chain(own, shared)]
     for name in (override.partition("=")[0] for override in overrides):
         if not any(f"{field}.".startswith(f"{name}.") or name.startswith(f"{field}.") for field in fields):
@@ -148,16 +148,14 @@ def _check_field_names(command_name: str, command: Any) -> None:
 
 def make_absolute(words: Sequence[str], paths: Collection[str]) -> list[str]:
     """Return the command with its local paths made absolute, because the job may have another working folder."""
-    result = []
-    for word in words:
-        option, equals, value = word.partition("=")
-        if word in paths:
-            result.append(_absolute_path(word))
-        elif option.startswith("--") and equals and value in paths:
-            result.append(f"{option}={_absolute_path(value)}")
-        else:
-            result.append(word)
-    return result
+
+    def make_word_absolute(word: str) -> str:
+        option, _, value = word.partition("=")
+        if word not in paths and option.startswith("--") and value in paths:
+            return f"{option}={_absolute_path(value)}"
+        return _absolute_path(word) if word in paths else word
+
+    return list(map(make_word_absolute, words))
 
 
 def _absolute_path(path: str) -> str:

@@ -6,6 +6,7 @@ import os
 import socket
 import sys
 from collections.abc import Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from voxlane.cli.config_options import StoreFileOptions
@@ -14,8 +15,7 @@ from voxlane.settings import ARGUMENT, Flag, PathOrUri, record
 from voxlane.sizes import format_bytes, parse_bytes
 
 if TYPE_CHECKING:
-    from voxlane.store import StoreConfig
-    from voxlane.store.staging import StagingProgress, StagingReport
+    from voxlane.store.staging import StagingProgress
 
 _ALL = "all"
 
@@ -91,61 +91,51 @@ class StageCommand(StoreFileOptions, StageNodesOptions):
         elif self.remove:
             _remove_copies(self.source, self.folder, self.name)
         else:
-            _stage_here(self, self.source, self.folder, self.store_config())
+            self._stage_here(self.source, self.folder)
+
+    def _stage_here(self, source: str, folder: str) -> None:
+        from tqdm import tqdm
+
+        from voxlane.store import staging
+        from voxlane.volume import staged_dataset
+        from voxlane.volume.prepared_dataset import Prepared
+
+        titles = {"waiting": "waiting for another process", "checking": "checking existing copies"}
+
+        def show(progress: StagingProgress) -> None:
+            bar.total = progress.total_bytes
+            bar.set_description_str(titles.get(progress.activity, progress.activity), refresh=False)
+            bar.set_postfix_str(f"{progress.objects}/{progress.total_objects} objects", refresh=False)
+            bar.update(progress.bytes - bar.n)
+            bar.refresh()
+
+        capacity_bytes, config = self.capacity_bytes, self.store_config()
+        stage: Any = partial(staging.stage, source, config=config)
+        if is_prepared := staged_dataset.is_prepared(source, config):
+            stage = partial(staged_dataset.stage, Prepared.load(source, config))
+        # The bar appears with the first report, on a terminal only.
+        is_hidden = True if self.no_progress else None
+        try:
+            with tqdm(unit="B", unit_scale=True, unit_divisor=1024, leave=False, delay=1e-3, disable=is_hidden) as bar:
+                report = stage(folder, name=self.name, capacity_bytes=capacity_bytes, verify=self.verify, progress=show)
+        except NoRoomError as error:
+            if not self.if_room:
+                raise
+            lacking = f"{format_bytes(error.lacking_bytes)} too little room"
+            print(f"{_hostname()}: {folder}: {lacking}; it will be read from {source}")
+            return
+        rate = format_bytes(int(report.copied_bytes / max(report.seconds, 1e-3)))
+        copied = f"copied {report.copied}, {format_bytes(report.copied_bytes)} in {report.seconds:.0f} s ({rate}/s)"
+        changes = [copied] if report.copied else []
+        changes += [f"{report.shared} from other copies here"] if report.shared else []
+        changes += [f"removed {report.removed} that the source has no longer or otherwise"] if report.removed else []
+        objects = f"{report.objects} object{'s' * (report.objects != 1)}, {format_bytes(report.total_bytes)}"
+        location = folder if is_prepared else report.folder  # as loader.staged takes it, or where the objects are
+        print(f"{_hostname()}: {objects} in {location}; {', '.join(changes) or 'all were there'}")
 
 
 def _hostname() -> str:
     return socket.gethostname().split(".")[0]
-
-
-def _stage_here(options: StageCommand, source: str, folder: str, store: StoreConfig) -> None:
-    from tqdm import tqdm
-
-    # The bar appears with the first report, on a terminal only.
-    is_hidden = True if options.no_progress else None
-    try:
-        with tqdm(unit="B", unit_scale=True, unit_divisor=1024, leave=False, delay=1e-3, disable=is_hidden) as bar:
-            report, location = _copy(options, source, folder, store, bar)
-    except NoRoomError as error:
-        if not options.if_room:
-            raise
-        lacking = f"{format_bytes(error.lacking_bytes)} too little room"
-        print(f"{_hostname()}: {folder}: {lacking}; it will be read from {source}")
-        return
-    rate = format_bytes(int(report.copied_bytes / max(report.seconds, 1e-3)))
-    copied = f"copied {report.copied}, {format_bytes(report.copied_bytes)} in {report.seconds:.0f} s ({rate}/s)"
-    changes = [copied] if report.copied else []
-    changes += [f"{report.shared} from other copies here"] if report.shared else []
-    changes += [f"removed {report.removed} that the source has no longer or otherwise"] if report.removed else []
-    objects = f"{report.objects} object{'s' * (report.objects != 1)}, {format_bytes(report.total_bytes)}"
-    print(f"{_hostname()}: {objects} in {location}; {', '.join(changes) or 'all were there'}")
-
-
-def _copy(options: StageCommand, source: str, folder: str, store: StoreConfig, bar: Any) -> tuple[StagingReport, str]:
-    """Copy, and return the report with the folder that loader.staged takes, or that of the objects."""
-    from voxlane.store import staging
-    from voxlane.volume import staged_dataset
-    from voxlane.volume.prepared_dataset import Prepared
-
-    titles = {"waiting": "waiting for another process", "checking": "checking existing copies", "copying": "copying"}
-
-    def show(progress: StagingProgress) -> None:
-        bar.total = progress.total_bytes
-        bar.set_description_str(titles[progress.activity], refresh=False)
-        bar.set_postfix_str(f"{progress.objects}/{progress.total_objects} objects", refresh=False)
-        bar.update(progress.bytes - bar.n)
-        bar.refresh()
-
-    arguments: dict[str, Any] = {
-        "name": options.name,
-        "capacity_bytes": options.capacity_bytes,
-        "verify": options.verify,
-        "progress": show,
-    }
-    if staged_dataset.is_prepared(source, store):
-        return staged_dataset.stage(Prepared.load(source, store), folder, **arguments), folder
-    report = staging.stage(source, folder, config=store, **arguments)
-    return report, report.folder
 
 
 def _remove_copies(source: str, folder: str, name: str | None) -> None:

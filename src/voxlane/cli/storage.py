@@ -65,16 +65,13 @@ class LsCommand(StoreOptions, ProgressOptions):
         if self.save:
             manifest.save(self.save, config)
             print(f"{total} -> {self.save}")
-            return
-        if self.total:
+        elif self.total:
             print(f"{total} ({manifest.total_bytes:,} bytes), {bucket.counters.read().requests:,} list requests")
-            return
-        root = manifest.root
-        if self.long:
+        elif self.long:
             for entry in manifest:
-                print(f"{entry.size:>15,}  {entry.etag or '-':<36} {root}{entry.key}")
+                print(f"{entry.size:>15,}  {entry.etag or '-':<36} {manifest.root}{entry.key}")
         else:
-            sys.stdout.writelines(f"{root}{key}\n" for key in manifest.keys())
+            sys.stdout.writelines(f"{manifest.root}{key}\n" for key in manifest.keys())
 
 
 @record

@@ -154,7 +154,7 @@ class AppBuildCommand(FolderOptions):
             )
             steps = [step for step, done in (("built", result.built), ("pushed", result.pushed)) if done]
             took = f"{' and '.join(steps)} with {result.builder} in {result.seconds:.0f} s"
-            print(f"{result.ref}: {took if steps else 'there already'}", flush=True)
+            print(f"{result.ref}: {took if steps else 'exists already'}", flush=True)
 
         if not self.watch:
             build_once()

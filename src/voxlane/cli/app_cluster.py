@@ -34,7 +34,7 @@ from voxlane.sizes import parse_duration
 
 _WATCH_S = 2.0
 _COLOURS = (36, 33, 32, 35, 34, 31, 96, 93, 92, 95, 94)
-_PLANNED_ACTIONS = {"create": "would be created", "change": "would be changed", "replace": "would be created anew"}
+_PLANNED_ACTIONS = {"create": "would be created", "change": "would be changed", "replace": "would be replaced"}
 _REQUIRED_SECRET_KEYS = {"s3": ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"), "az": ("AZURE_STORAGE_ACCOUNT",)}
 """Keys that the credentials' Secret must have, by the scheme of the buckets that the app names."""
 print_line = partial(print, flush=True)
@@ -148,7 +148,7 @@ class AppDeployCommand(TargetOptions):
             for item in plan.remove:
                 print_line(f"{title_of(item)}: would be removed first")
             for step in plan.steps:
-                print_line(f"{step.title}: {_PLANNED_ACTIONS.get(step.action, 'is there already')}")
+                print_line(f"{step.title}: {_PLANNED_ACTIONS.get(step.action, 'exists already')}")
             print_line(f"image {image}")
             return 0
         if not self.no_build:

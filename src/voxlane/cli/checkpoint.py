@@ -64,9 +64,8 @@ class CheckpointLsCommand(CheckpointOptions):
             )
         for c in rows:
             kind = "folder" if c.is_folder else "file"
-            state = (
-                f"INCOMPLETE: {c.problem}" if c.problem else "complete" if c.complete else "no checksums: perhaps whole"
-            )
+            state = "complete" if c.complete else "no checksums: may be incomplete"
+            state = f"INCOMPLETE: {c.problem}" if c.problem else state
             print(f"{c.created:%Y-%m-%d %H:%M:%S}  {format_bytes(c.size):>10}  {kind:<6}  {c.uri}  {state}")
 
 
@@ -165,13 +164,13 @@ class CheckpointGcCommand(CheckpointOptions):
         for upload in orphans.uploads:
             print(f"unfinished upload of {upload.started:%Y-%m-%d %H:%M:%S}  {orphans.store.uri(upload.key)}")
         for stored in orphans.objects:
-            print(f"no checkpoint's file  {format_bytes(stored.size):>10}  {orphans.store.uri(stored.key)}")
+            print(f"orphaned file  {format_bytes(stored.size):>10}  {orphans.store.uri(stored.key)}")
         if not self.dry_run:
             orphans.remove()
         action = "found" if self.dry_run else "removed"
         print(f"{len(orphans.uploads)} unfinished uploads and {len(orphans.objects)} orphaned files {action}")
         if orphans.younger:
-            print(f"{orphans.younger} younger ones kept: a save may be at work on them (--older-than 0 takes all)")
+            print(f"{orphans.younger} younger ones kept: a save may still be writing them (--older-than 0 removes all)")
 
 
 @record

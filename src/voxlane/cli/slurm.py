@@ -194,7 +194,7 @@ class SlurmStatusCommand:
         if not self.jobs:
             listed = [job for job in listed if job.voxlane_command is not None]
             if not listed:
-                print("no jobs of yours that voxlane submitted are known to SLURM")
+                print("SLURM knows no jobs of yours that voxlane submitted")
                 return
         by_id = {job.id: job for job in listed}
         for number in self.jobs or [job.id for job in listed]:
@@ -330,4 +330,4 @@ class SlurmCancelCommand:
                 print(f"job {number} had ended: {by_id[number].state}")
                 continue
             slurm.cancel(number)
-            print(f"job {number}: cancelled; what it saved is kept, and submitting it again with --resume goes on")
+            print(f"job {number}: cancelled; its results stay, and submitting it again with --resume continues it")

@@ -128,7 +128,7 @@ class StageCommand(StoreFileOptions, StageNodesOptions):
         copied = f"copied {report.copied}, {format_bytes(report.copied_bytes)} in {report.seconds:.0f} s ({rate}/s)"
         changes = [copied] if report.copied else []
         changes += [f"{report.shared} from other copies here"] if report.shared else []
-        changes += [f"removed {report.removed} that the source has no longer or otherwise"] if report.removed else []
+        changes += [f"removed {report.removed} that changed or are gone from the source"] if report.removed else []
         objects = f"{report.objects} object{'s' * (report.objects != 1)}, {format_bytes(report.total_bytes)}"
         location = folder if is_prepared else report.folder  # as loader.staged takes it, or where the objects are
         print(f"{_hostname()}: {objects} in {location}; {', '.join(changes) or 'all were there'}")
@@ -156,7 +156,7 @@ def _list_copies(folder: str) -> None:
         raise CacheError("no such folder", uri=folder, fix="Check its spelling")
     rows = [("NAME", "OBJECTS", "SIZE", "LAST USED", "SOURCE")]
     for copy in list_copies(folder):
-        size = format_bytes(copy.bytes) + ("" if copy.complete else " (not whole)")
+        size = format_bytes(copy.bytes) + ("" if copy.complete else " (incomplete)")
         last_used = copy.last_used.astimezone().strftime("%Y-%m-%d %H:%M")
         rows.append((copy.name, f"{copy.objects:,}", size, last_used, copy.source or "-"))
     if len(rows) == 1:

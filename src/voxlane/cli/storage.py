@@ -104,7 +104,7 @@ class CleanCommand(StoreOptions):
         size = format_bytes(sum(entry.size for entry in leftovers))
         print(f"{len(leftovers)} leftover objects, {size}, {'found' if self.dry_run else 'removed'} in {bucket.root}")
         if younger:
-            print(f"{younger} younger ones kept: a run may still be reading them (--older-than 0 takes all)")
+            print(f"{younger} younger ones kept: a run may still be reading them (--older-than 0 removes all)")
 
 
 @record

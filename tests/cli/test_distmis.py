@@ -10,9 +10,8 @@ from pathlib import Path
 import pytest
 
 from tests.tune import fake_search
-from voxlane.cli.distmis import translate_distmis
 from voxlane.cli.main import main
-from voxlane.cli.segmentation import RayOptions, fill_unset
+from voxlane.cli.segmentation import RayOptions, fill_unset, translate_distmis
 
 DISTMIS = {"lr": 1e-4, "epochs": 1, "batch_size": 2, "nodes": 1, "gpus": 2, "num_workers": 2, "use_gpu": False}
 

@@ -11,9 +11,8 @@ from typing import Annotated, ClassVar, Literal
 import pydantic
 import pytest
 
-from voxlane.cli.commands import COMMANDS
-from voxlane.cli.flags import Command, Invocation, summary_of
-from voxlane.cli.main import is_group, load_command, main, parse
+from voxlane.cli.flags import CommandParser, paths_of, summary_of
+from voxlane.cli.main import COMMANDS, is_group, load_parser, main, parse
 from voxlane.errors import ConfigError, UsageError
 from voxlane.settings import ARGUMENT, NO_FLAG, REMAINDER, Flag, PathOrUri, record
 
@@ -27,7 +26,15 @@ class Common:
 
 
 @record
-class Options(Common):
+class Copy(Common):
+    """Copy a folder.
+
+    More about it.
+
+    Examples:
+      voxlane copy a -o b
+    """
+
     source: Annotated[PathOrUri, ARGUMENT]
     """Folder to read."""
     overrides: Annotated[tuple[str, ...], Flag(positional=True, metavar="field=value")] = ()
@@ -55,34 +62,26 @@ class Options(Common):
     internal: Annotated[int, NO_FLAG] = 7
     """Not a flag."""
 
-
-def copy(options: Options) -> int:
-    """Copy a folder.
-
-    More about it.
-
-    Examples:
-      voxlane copy a -o b
-    """
-    return options.count
+    def _run(self) -> int:
+        return self.count
 
 
-def parse_words(*words: str) -> Options:
-    options = Command("copy", copy).parse(words).records["options"]
-    assert isinstance(options, Options)
-    return options
+def parse_words(*words: str) -> Copy:
+    command = CommandParser("copy", Copy).parse(words)
+    assert isinstance(command, Copy)
+    return command
 
 
 def test_fields_become_flags() -> None:
-    assert parse_words("a") == Options(source="a")
-    assert parse_words("a", "x=1", "-o", "b", "y.z=2", "--match", "p", "--match=q", "-v", "--no-wait") == Options(
+    assert parse_words("a") == Copy(source="a")
+    assert parse_words("a", "x=1", "-o", "b", "y.z=2", "--match", "p", "--match=q", "-v", "--no-wait") == Copy(
         source="a", overrides=("x=1", "y.z=2"), target="b", match=("p", "q"), verbose=True, wait=False
     )
     assert parse_words(
         "a", "--mode", "exact", "--count", "5", "--size", "4", "--size", "8", "--endpoint", "e"
     ).sizes == (4, 8)
     assert parse_words("a", "--count=1", "--count=2").count == 2, "the last value counts"
-    assert Command("copy", copy).parse(["a", "--count", "9"]).run() == 9
+    assert CommandParser("copy", Copy).run(["a", "--count", "9"]) == 9
 
 
 @pytest.mark.parametrize(
@@ -93,10 +92,7 @@ def test_a_flag_whose_value_may_be_left_out(words: list[str], nodes: str) -> Non
 
 
 def test_paths_are_known_by_their_type() -> None:
-    invocation = Command("copy", copy).parse(["a", "--out", "b", "--match", "c"])
-    assert invocation.paths == {"a", "b"}
-    assert invocation.get("target") == "b"
-    assert invocation.get("nothing", 3) == 3
+    assert paths_of(parse_words("a", "--out", "b", "--match", "c")) == {"a", "b"}
 
 
 @pytest.mark.parametrize(
@@ -125,7 +121,9 @@ def test_values_that_the_record_refuses_name_the_flag() -> None:
 
 
 @record
-class WrapOptions:
+class Wrap:
+    """Run another command."""
+
     nodes: int = 1
     """Number of nodes."""
     quick: bool = False
@@ -134,21 +132,17 @@ class WrapOptions:
     """Command to run."""
 
 
-def wrap(options: WrapOptions) -> int:
-    """Run another command."""
-    return 0
-
-
 @pytest.mark.parametrize("separator", [["--"], []])
 def test_the_words_of_another_command_are_not_parsed(separator: list[str]) -> None:
     words = ["--nodes", "2", "--quick", *separator, "train", "--nodes", "4", "--", "-x"]
-    options = Command("wrap", wrap).parse(words).records["options"]
-    assert options == WrapOptions(nodes=2, quick=True, command=("train", "--nodes", "4", "--", "-x"))
+    assert CommandParser("wrap", Wrap).parse(words) == Wrap(
+        nodes=2, quick=True, command=("train", "--nodes", "4", "--", "-x")
+    )
 
 
 def test_help_is_grouped_and_fits_the_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "60")
-    text = Command("copy", copy).format_help()
+    text = CommandParser("copy", Copy).format_help()
     assert text.startswith("Usage: voxlane copy [OPTIONS] SOURCE [field=value ...]\n\nCopy a folder.\n\nMore about it.")
     for expected in (
         "Examples:\n  voxlane copy a -o b\n",
@@ -175,8 +169,7 @@ def test_the_table_and_the_commands_agree(name: str, capsys: pytest.CaptureFixtu
     assert text.startswith(f"Usage: voxlane {name} ")
     if is_group(name):
         return
-    command = load_command(name)
-    assert COMMANDS[name][1] == summary_of(command.function)
+    assert COMMANDS[name][1] == summary_of(load_parser(name).command_class)
     for line in text.partition("Options:")[2].splitlines():
         assert not line.startswith("  -") or len(line.split()) > 1
     assert "  None" not in text
@@ -185,7 +178,7 @@ def test_the_table_and_the_commands_agree(name: str, capsys: pytest.CaptureFixtu
 def test_every_flag_has_help() -> None:
     for name in COMMANDS:
         if not is_group(name):
-            for option in load_command(name)._options:
+            for option in load_parser(name)._options:
                 assert option.help.strip(), (name, option.name)
 
 
@@ -215,7 +208,7 @@ def test_misspelt_commands_and_flags(words: list[str], message: str, capsys: pyt
 def test_a_missing_argument_is_named(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     required = ["COMMAND"]
     if not is_group(name):
-        required = [option.names[0] for option in load_command(name)._options if option.required]
+        required = [option.names[0] for option in load_parser(name)._options if option.required]
     if required:
         assert main(name.split()) == 2
         assert capsys.readouterr().err.startswith(f"voxlane {name}: missing {required[0]}")
@@ -248,11 +241,11 @@ def test_arguments_are_counted_without_overrides(words: str, message: str, capsy
 
 
 def test_overrides_may_stand_anywhere() -> None:
-    invocation = parse(["train", "fold=1", "--run", "a=b", "data", "--resume", "epochs=3"])
-    assert invocation.get("data") == "data"
-    assert invocation.get("run") == "a=b", "the value of a flag is no override"
-    assert invocation.get("overrides") == ("fold=1", "epochs=3")
-    assert invocation.paths == {"data", "a=b"}
+    command = parse(["train", "fold=1", "--run", "a=b", "data", "--resume", "epochs=3"])
+    assert command.data == "data"
+    assert command.run == "a=b", "the value of a flag is no override"
+    assert command.overrides == ("fold=1", "epochs=3")
+    assert paths_of(command) == {"data", "a=b"}
 
 
 def test_a_misspelt_file_gets_a_suggestion(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -299,7 +292,7 @@ def test_completion_knows_commands_and_flags(shell: str, capsys: pytest.CaptureF
 
 
 def test_paths_of_other_commands_come_from_their_declarations() -> None:
-    invocation: Invocation = parse(["train", "data", "--run", "runs/a", "--config", "c.yaml", "epochs=3"])
-    assert invocation.paths >= {"data", "runs/a", "c.yaml"}
-    assert parse(["tune", "space.yaml", "data", "--run", "o"]).paths >= {"space.yaml", "data", "o"}
-    assert parse(["ls", "data", "--save", "m.parquet", "--match", "*"]).paths == {"data", "m.parquet"}
+    command = parse(["train", "data", "--run", "runs/a", "--config", "c.yaml", "epochs=3"])
+    assert paths_of(command) >= {"data", "runs/a", "c.yaml"}
+    assert paths_of(parse(["tune", "space.yaml", "data", "--run", "o"])) >= {"space.yaml", "data", "o"}
+    assert paths_of(parse(["ls", "data", "--save", "m.parquet", "--match", "*"])) == {"data", "m.parquet"}

@@ -48,8 +48,15 @@ class FolderOptions:
 
 
 @record
-class InitOptions:
-    """Options of `voxlane app init`."""
+class AppInitCommand:
+    """Create the folder of an app from a template.
+
+    Create a folder with app.yaml, the one file to edit, and a Dockerfile.
+
+    Examples:
+      voxlane app init kits19
+      voxlane app init search --template rayjob --dir apps/search
+    """
 
     name: Annotated[str, ARGUMENT]
     """Name of the app: lower-case letters, digits and -."""
@@ -64,70 +71,66 @@ class InitOptions:
     run: PathOrUri | None = None
     """URI for the run."""
 
-
-def init_app(options: InitOptions) -> int:
-    """Create the folder of an app from a template.
-
-    Create a folder with app.yaml, the one file to edit, and a Dockerfile.
-
-    Examples:
-      voxlane app init kits19
-      voxlane app init search --template rayjob --dir apps/search
-    """
-    target = options.dir or options.name
-    values = {"image": options.image, "data": options.data, "run": options.run}
-    files = folder.init(options.name, options.template, target, version=__version__, **values)
-    print(f"{target}: {', '.join(files)}")
-    print(f"next: edit {os.path.join(target, 'app.yaml')}, then voxlane app deploy {target}")
-    return 0
-
-
-def list_templates() -> int:
-    """List the templates that `voxlane app init` offers."""
-    for name, description in folder.TEMPLATES.items():
-        print(f"{name:<12} {description}")
-    return 0
-
-
-def list_fields() -> int:
-    """List the fields of app.yaml, with their defaults."""
-    text, _, _ = format_fields(App).partition("\n  files=")  # the last field, which app.yaml does not have
-    print(f"Fields of app.yaml:\n{text}")
-    return 0
+    def _run(self) -> None:
+        target = self.dir or self.name
+        values = {"image": self.image, "data": self.data, "run": self.run}
+        files = folder.init(self.name, self.template, target, version=__version__, **values)
+        print(f"{target}: {', '.join(files)}")
+        print(f"next: edit {os.path.join(target, 'app.yaml')}, then voxlane app deploy {target}")
 
 
 @record
-class UpdateOptions(FolderOptions):
-    """Options of `voxlane app update`."""
+class AppTemplatesCommand:
+    """List the templates that `voxlane app init` offers."""
 
-    dry_run: bool = False
-    """Only report the changes."""
+    def _run(self) -> None:
+        for name, description in folder.TEMPLATES.items():
+            print(f"{name:<12} {description}")
 
 
-def update_app(options: UpdateOptions) -> int:
+@record
+class AppFieldsCommand:
+    """List the fields of app.yaml, with their defaults."""
+
+    def _run(self) -> None:
+        text, _, _ = format_fields(App).partition("\n  files=")  # the last field, which app.yaml does not have
+        print(f"Fields of app.yaml:\n{text}")
+
+
+@record
+class AppUpdateCommand(FolderOptions):
     """Merge a template's changes into an app.
 
     Merge what changed in the template since `init`, or since the last update, into the app's files. If you changed the
     same lines, both versions are marked in the file, the file is named, and the exit status is 1.
     """
-    changes = folder.update(options.folder, version=__version__, dry_run=options.dry_run)
-    for change in changes:
-        print(f"{change.name}: {change.action}")
-    if not changes:
-        print(f"{options.folder} is up to date with its template")
-    conflicts = [change.name for change in changes if change.action == "conflict"]
-    if conflicts and not options.dry_run:
-        message = f"both sides changed the same lines of {', '.join(conflicts)}"
-        raise ConfigError(message, uri=options.folder, fix="Resolve what lies between <<<<<<< and >>>>>>>")
-    return 1 if conflicts else 0
+
+    dry_run: bool = False
+    """Only report the changes."""
+
+    def _run(self) -> int:
+        changes = folder.update(self.folder, version=__version__, dry_run=self.dry_run)
+        for change in changes:
+            print(f"{change.name}: {change.action}")
+        if not changes:
+            print(f"{self.folder} is up to date with its template")
+        conflicts = [change.name for change in changes if change.action == "conflict"]
+        if conflicts and not self.dry_run:
+            message = f"both sides changed the same lines of {', '.join(conflicts)}"
+            raise ConfigError(message, uri=self.folder, fix="Resolve what lies between <<<<<<< and >>>>>>>")
+        return 1 if conflicts else 0
 
 
 # -- build, render -----------------------------------------------------------------------------------------------------
 
 
 @record
-class BuildOptions(FolderOptions):
-    """Options of `voxlane app build`."""
+class AppBuildCommand(FolderOptions):
+    """Build and push the app's image.
+
+    Build the folder's Dockerfile with docker, podman or buildah, whichever is installed, and push the image. Its tag is
+    a hash of the files that it is built from, so an existing image is not built again.
+    """
 
     no_push: bool = False
     """Build the image, but do not push it."""
@@ -138,56 +141,38 @@ class BuildOptions(FolderOptions):
     verbose: Annotated[bool, Flag("-v")] = False
     """Show the builder's output as it comes."""
 
+    def _run(self) -> None:
+        print_line = partial(print, file=sys.stderr, flush=True)
 
-def build_app(options: BuildOptions) -> int:
-    """Build and push the app's image.
+        def build_once() -> None:
+            result = build.ensure_image(
+                App.load(self.folder, deep=False),
+                self.folder,
+                push=not self.no_push,
+                builder=self.builder,
+                say=print_line,
+                output=print_line if self.verbose else lambda _: None,
+            )
+            steps = [step for step, done in (("built", result.built), ("pushed", result.pushed)) if done]
+            took = f"{' and '.join(steps)} with {result.builder} in {result.seconds:.0f} s"
+            print(f"{result.ref}: {took if steps else 'exists already'}", flush=True)
 
-    Build the folder's Dockerfile with docker, podman or buildah, whichever is installed, and push the image. Its tag is
-    a hash of the files that it is built from, so an existing image is not built again.
-    """
-    print_line = partial(print, file=sys.stderr, flush=True)
-
-    def build_once() -> None:
-        result = build.ensure_image(
-            App.load(options.folder, deep=False),
-            options.folder,
-            push=not options.no_push,
-            builder=options.builder,
-            say=print_line,
-            output=print_line if options.verbose else lambda _: None,
-        )
-        steps = [step for step, done in (("built", result.built), ("pushed", result.pushed)) if done]
-        took = f"{' and '.join(steps)} with {result.builder} in {result.seconds:.0f} s"
-        print(f"{result.ref}: {took if steps else 'there already'}", flush=True)
-
-    if not options.watch:
-        build_once()
-        return 0
-    app = App.load(options.folder, deep=False)
-    if not app.is_built:
-        raise BuildError(f"image {app.image} has a tag of its own, so there is nothing to build")
-    with contextlib.suppress(KeyboardInterrupt):
-        for _ in build.watch_folder(options.folder):
-            try:
-                build_once()
-            except VoxlaneError as error:  # the next change may repair it
-                print_note(str(error))
-    return 0
+        if not self.watch:
+            build_once()
+            return
+        app = App.load(self.folder, deep=False)
+        if not app.is_built:
+            raise BuildError(f"image {app.image} has a tag of its own, so there is nothing to build")
+        with contextlib.suppress(KeyboardInterrupt):
+            for _ in build.watch_folder(self.folder):
+                try:
+                    build_once()
+                except VoxlaneError as error:  # the next change may repair it
+                    print_note(str(error))
 
 
 @record
-class RenderAppOptions(FolderOptions):
-    """Options of `voxlane app render`."""
-
-    out: Annotated[str | None, Flag("-o", metavar="DIR")] = None
-    """Write one file per manifest to this folder instead."""
-    namespace: Annotated[str | None, Flag("-n", metavar="NAME")] = None
-    """Namespace to use instead of app.yaml's (default: default)."""
-    board: bool = False
-    """Print the manifests of `voxlane app tensorboard` instead."""
-
-
-def render_app(options: RenderAppOptions) -> int:
+class AppRenderCommand(FolderOptions):
     """Print the app's manifests.
 
     Print the manifests that deploy applies, checked against the schemas of their kinds. This needs no cluster and
@@ -197,21 +182,29 @@ def render_app(options: RenderAppOptions) -> int:
       voxlane app render | kubectl diff -f -
       voxlane app render -o manifests
     """
-    app = check_command(App.load(options.folder, check_space=check_search_space))
-    image = build.get_image_reference(app, options.folder)
-    namespace = options.namespace or app.namespace or "default"
-    manifests = (render.render_tensorboard if options.board else render.render)(app, image, namespace=namespace)
-    validate(manifests)
-    if options.out is None:
-        sys.stdout.write(render.to_yaml(manifests))
-        return 0
-    files = {
-        f"{manifest['kind'].lower()}-{manifest['metadata']['name']}.yaml": render.to_yaml([manifest])
-        for manifest in manifests
-    }
-    folder.write_files(options.out, files)
-    print(f"{options.out}: {', '.join(files)}")
-    return 0
+
+    out: Annotated[str | None, Flag("-o", metavar="DIR")] = None
+    """Write one file per manifest to this folder instead."""
+    namespace: Annotated[str | None, Flag("-n", metavar="NAME")] = None
+    """Namespace to use instead of app.yaml's (default: default)."""
+    board: bool = False
+    """Print the manifests of `voxlane app tensorboard` instead."""
+
+    def _run(self) -> None:
+        app = check_command(App.load(self.folder, check_space=check_search_space))
+        image = build.get_image_reference(app, self.folder)
+        namespace = self.namespace or app.namespace or "default"
+        manifests = (render.render_tensorboard if self.board else render.render)(app, image, namespace=namespace)
+        validate(manifests)
+        if self.out is None:
+            sys.stdout.write(render.to_yaml(manifests))
+            return
+        files = {
+            f"{manifest['kind'].lower()}-{manifest['metadata']['name']}.yaml": render.to_yaml([manifest])
+            for manifest in manifests
+        }
+        folder.write_files(self.out, files)
+        print(f"{self.out}: {', '.join(files)}")
 
 
 def check_command(app: App) -> App:
@@ -234,8 +227,12 @@ def check_search_space(values: Mapping[str, Any], origin: str) -> None:
 
 
 @record
-class EntryOptions:
-    """Options of `voxlane app entry`."""
+class AppEntryCommand(StoreOptions):
+    """Run a command as the first process of a container.
+
+    Pass the output and signals of COMMAND on, archive the output below --logs, and end with its status. Values of
+    variables that look secret are printed as ***.
+    """
 
     logs: PathOrUri | None = None
     """Archive the output below URI/POD (POD_NAME, or the host's name)."""
@@ -244,24 +241,18 @@ class EntryOptions:
     command: Annotated[tuple[str, ...], REMAINDER]
     """Command to run."""
 
+    def _run(self) -> int:
+        from voxlane.cluster.kubernetes.app.entry import run
+        from voxlane.cluster.kubernetes.app.log_archive import LogArchiver
+        from voxlane.cluster.kubernetes.app.redaction import collect_secrets
 
-def run_entry(options: EntryOptions, store: StoreOptions) -> int:
-    """Run a command as the first process of a container.
-
-    Pass the output and signals of COMMAND on, archive the output below --logs, and end with its status. Values of
-    variables that look secret are printed as ***.
-    """
-    from voxlane.cluster.kubernetes.app.entry import run
-    from voxlane.cluster.kubernetes.app.log_archive import LogArchiver
-    from voxlane.cluster.kubernetes.app.redaction import collect_secrets
-
-    pod = os.environ.get("POD_NAME") or socket.gethostname()
-    archiver = LogArchiver(options.logs, pod, store.store_config()) if options.logs else None
-    with tempfile.TemporaryDirectory(prefix="voxlane-") as temporary:
-        os.environ[exit_status.VARIABLE] = os.path.join(temporary, "stopped")
-        secrets = collect_secrets(os.environ, options.hide)
-        status = exit_status.resolve_status(run(options.command, secrets, archiver), os.environ)
-    if archiver is not None and not archiver.close():
-        sys.stderr.flush()
-        os._exit(status)  # a request to a bucket that does not respond must not hold the container up
-    return status
+        pod = os.environ.get("POD_NAME") or socket.gethostname()
+        archiver = LogArchiver(self.logs, pod, self.store_config()) if self.logs else None
+        with tempfile.TemporaryDirectory(prefix="voxlane-") as temporary:
+            os.environ[exit_status.VARIABLE] = os.path.join(temporary, "stopped")
+            secrets = collect_secrets(os.environ, self.hide)
+            status = exit_status.resolve_status(run(self.command, secrets, archiver), os.environ)
+        if archiver is not None and not archiver.close():
+            sys.stderr.flush()
+            os._exit(status)  # a request to a bucket that does not respond must not hold the container up
+        return status

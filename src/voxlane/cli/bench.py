@@ -12,11 +12,13 @@ from voxlane.bench.simulator.settings import SimulatorSettings
 from voxlane.bench.step.settings import StepSettings
 from voxlane.cli.config_options import StoreOptions
 from voxlane.errors import UsageError
+from voxlane.settings import record
 
 HELP = "Run benchmarks on your own machines and buckets."
 
 
-def measure_checkpoint(settings: CheckpointSettings, store: StoreOptions) -> int:
+@record
+class BenchCheckpointCommand(StoreOptions, CheckpointSettings):
     """Save and load checkpoints of a demo model.
 
     Save and load the state of a demo transformer, by one or several strategies in turn, and report times and MB/s.
@@ -43,28 +45,30 @@ def measure_checkpoint(settings: CheckpointSettings, store: StoreOptions) -> int
       voxlane bench checkpoint --load-only --restore gs://bucket/bench/voxlane-bench/voxlane-distributed/ckpt-0
       torchrun --nnodes 4 --nproc-per-node 8 -m voxlane bench checkpoint --dir gs://bucket/bench --accelerator cuda
     """
-    if settings.save_only and settings.load_only:
-        raise UsageError("voxlane bench checkpoint: --save-only and --load-only exclude each other", fix="Give one")
-    settings = dataclasses.replace(settings, store=store.store_config())
-    result_file = ResultFile(settings.out, settings.store, plot=not settings.no_plot)
 
-    from voxlane.bench.checkpoint import report
-    from voxlane.bench.checkpoint.measure import measure
+    def _run(self) -> None:
+        if self.save_only and self.load_only:
+            raise UsageError("voxlane bench checkpoint: --save-only and --load-only exclude each other", fix="Give one")
+        settings = dataclasses.replace(self, store=self.store_config())
+        result_file = ResultFile(settings.out, settings.store, plot=not settings.no_plot)
 
-    result = measure(settings)
-    if result is None:  # another rank reports
-        return 0
-    document = report.build_report(settings, result)
-    print(report.format_report(document))
-    if settings.format == "single" and settings.num_load_calls:
-        print("peak extra memory of a single-file load includes the loaded state itself")
-    for uri in result.kept_uris:
-        print(f"kept {uri}")
-    result_file.save(document, report.draw)
-    return 0
+        from voxlane.bench.checkpoint import report
+        from voxlane.bench.checkpoint.measure import measure
+
+        result = measure(settings)
+        if result is None:  # another rank reports
+            return
+        document = report.build_report(settings, result)
+        print(report.format_report(document))
+        if settings.format == "single" and settings.num_load_calls:
+            print("peak extra memory of a single-file load includes the loaded state itself")
+        for uri in result.kept_uris:
+            print(f"kept {uri}")
+        result_file.save(document, report.draw)
 
 
-def measure_loading(settings: LoadingSettings, store: StoreOptions) -> int:
+@record
+class BenchLoadingCommand(StoreOptions, LoadingSettings):
     """Load data as training does, and report what it waits for.
 
     Load data as training does, with a sleep in place of the step, and report per epoch and node: time, samples/s, Gbps,
@@ -94,25 +98,27 @@ def measure_loading(settings: LoadingSettings, store: StoreOptions) -> int:
       torchrun --nnodes 8 --nproc-per-node 4 -m voxlane bench loading gs://bucket/prepared --out gs://bucket/bench.json
       voxlane slurm submit --nodes 8 -- bench loading gs://bucket/prepared --out /shared/bench.json
     """
-    settings = dataclasses.replace(settings, store=store.store_config())
-    plot = not settings.no_plot and not settings.listing_only
-    result_file = ResultFile(settings.out, settings.store, plot=plot)
 
-    from voxlane.bench.loading.measure import measure
+    def _run(self) -> None:
+        settings = dataclasses.replace(self, store=self.store_config())
+        plot = not settings.no_plot and not settings.listing_only
+        result_file = ResultFile(settings.out, settings.store, plot=plot)
 
-    settings, result = measure(settings)
-    if result is None:  # another rank reports
-        return 0
+        from voxlane.bench.loading.measure import measure
 
-    from voxlane.bench.loading import report
+        resolved, result = measure(settings)
+        if result is None:  # another rank reports
+            return
 
-    document = report.build_report(settings, result)
-    print(report.format_report(document), *report.explain(document), sep="\n")
-    result_file.save(document, report.draw)
-    return 0
+        from voxlane.bench.loading import report
+
+        document = report.build_report(resolved, result)
+        print(report.format_report(document), *report.explain(document), sep="\n")
+        result_file.save(document, report.draw)
 
 
-def measure_scaling(settings: ScalingSettings, store: StoreOptions) -> int:
+@record
+class BenchScalingCommand(StoreOptions, ScalingSettings):
     """Measure how training or a search speeds up with more workers.
 
     Train on 1, 2, 4, ... workers in turn and report patches/s and efficiency: the speed-up over the smallest number of
@@ -136,19 +142,21 @@ def measure_scaling(settings: ScalingSettings, store: StoreOptions) -> int:
       voxlane bench scaling --address auto --workers 8,16,32 --mode weak      on a running Ray cluster
       voxlane bench scaling --trials 8 --concurrent 1,2                   only trials
     """
-    settings = dataclasses.replace(settings, store=store.store_config())
-    result_file = ResultFile(settings.out, settings.store, plot=not settings.no_plot)
 
-    from voxlane.bench.scaling import report
-    from voxlane.bench.scaling.measure import measure
+    def _run(self) -> None:
+        settings = dataclasses.replace(self, store=self.store_config())
+        result_file = ResultFile(settings.out, settings.store, plot=not settings.no_plot)
 
-    document = report.build_report(settings, *measure(settings))
-    print(report.format_report(document))
-    result_file.save(document, report.draw)
-    return 0
+        from voxlane.bench.scaling import report
+        from voxlane.bench.scaling.measure import measure
+
+        document = report.build_report(settings, *measure(settings))
+        print(report.format_report(document))
+        result_file.save(document, report.draw)
 
 
-def simulate_loading(settings: SimulatorSettings) -> int:
+@record
+class BenchSimulateCommand(SimulatorSettings):
     """Simulate loading on up to thousands of nodes.
 
     Simulate loading on any number of nodes: epoch time, samples/s, egress, requests/s and stall, from the settings of a
@@ -169,27 +177,29 @@ def simulate_loading(settings: SimulatorSettings) -> int:
 
     Sizes are written as 150M or 2Gi.
     """
-    if settings.check and settings.plan:
-        raise UsageError("voxlane bench simulate: --check and --plan exclude each other", fix="Give one")
-    if settings.check != bool(settings.results):
-        problem = "--check needs result files" if settings.check else f"unexpected argument {settings.results[0]!r}"
-        raise UsageError(f"voxlane bench simulate: {problem}", fix="Give --check RESULT ...")
-    result_file = ResultFile(settings.out, plot=not settings.no_plot)
 
-    from voxlane.bench.simulator import report, study
+    def _run(self) -> None:
+        if self.check and self.plan:
+            raise UsageError("voxlane bench simulate: --check and --plan exclude each other", fix="Give one")
+        if self.check != bool(self.results):
+            problem = "--check needs result files" if self.check else f"unexpected argument {self.results[0]!r}"
+            raise UsageError(f"voxlane bench simulate: {problem}", fix="Give --check RESULT ...")
+        result_file = ResultFile(self.out, plot=not self.no_plot)
 
-    if settings.check:
-        document = study.check(settings.results)
-    elif settings.plan:
-        document = study.plan(settings)
-    else:
-        document = study.scale(settings)
-    print(report.format_report(document))
-    result_file.save(document, report.draw)
-    return 0
+        from voxlane.bench.simulator import report, study
+
+        if self.check:
+            document = study.check(self.results)
+        elif self.plan:
+            document = study.plan(self)
+        else:
+            document = study.scale(self)
+        print(report.format_report(document))
+        result_file.save(document, report.draw)
 
 
-def measure_step(settings: StepSettings) -> int:
+@record
+class BenchStepCommand(StepSettings):
     """Time one training step on this device, in several variants.
 
     Time one training step (forward, loss, backward, optimizer) in several variants that take turns in one process.
@@ -217,6 +227,8 @@ def measure_step(settings: StepSettings) -> int:
       voxlane bench step --plot-from step-bench.json              the plot of a result from a machine without matplotlib
       python -m voxlane.bench.step                                the same with no package but torch (and Triton)
     """
-    from voxlane.bench.step.__main__ import run
 
-    return run(settings)
+    def _run(self) -> int:
+        from voxlane.bench.step.__main__ import run
+
+        return run(self)

@@ -33,89 +33,87 @@ Examples:
 
 
 @record
-class CheckpointOptions:
+class CheckpointOptions(StoreOptions):
     """What every command on checkpoints takes."""
 
     uri: Annotated[PathOrUri, ARGUMENT]
     """URI or path of a checkpoint, or of a folder of checkpoints."""
 
+    def list_existing(self) -> list[lifecycle.StoredCheckpoint]:
+        """Return the checkpoints at the URI, or raise NotFoundError if there are none."""
+        from voxlane.checkpoint.lifecycle import list_checkpoints
 
-def _list_existing(uri: str, store: StoreOptions) -> list[lifecycle.StoredCheckpoint]:
-    from voxlane.checkpoint.lifecycle import list_checkpoints
-
-    checkpoints = list_checkpoints(uri, store.store_config())
-    if not checkpoints:
-        raise NotFoundError("no checkpoints here", uri=uri, fix="Check the URI (voxlane ls lists all objects)")
-    return checkpoints
+        checkpoints = list_checkpoints(self.uri, self.store_config())
+        if not checkpoints:
+            raise NotFoundError("no checkpoints here", uri=self.uri, fix="Check the URI (voxlane ls lists all objects)")
+        return checkpoints
 
 
 @record
-class ListCheckpointsOptions(CheckpointOptions):
-    """Options of `voxlane checkpoint ls`."""
+class CheckpointLsCommand(CheckpointOptions):
+    """List checkpoints, including unfinished ones, oldest first."""
 
     complete: bool = False
     """List only checkpoints that can be loaded."""
 
-
-def list_checkpoints(options: ListCheckpointsOptions, store: StoreOptions) -> int:
-    """List checkpoints, including unfinished ones, oldest first."""
-    rows = [c for c in _list_existing(options.uri, store) if c.complete or not options.complete]
-    if not rows:
-        raise IncompleteError(
-            "no complete checkpoint here", uri=options.uri, fix="Leave out --complete to see the rest"
-        )
-    for c in rows:
-        kind = "folder" if c.is_folder else "file"
-        state = f"INCOMPLETE: {c.problem}" if c.problem else "complete" if c.complete else "no checksums: perhaps whole"
-        print(f"{c.created:%Y-%m-%d %H:%M:%S}  {format_bytes(c.size):>10}  {kind:<6}  {c.uri}  {state}")
-    return 0
+    def _run(self) -> None:
+        rows = [c for c in self.list_existing() if c.complete or not self.complete]
+        if not rows:
+            raise IncompleteError(
+                "no complete checkpoint here", uri=self.uri, fix="Leave out --complete to see the rest"
+            )
+        for c in rows:
+            kind = "folder" if c.is_folder else "file"
+            state = "complete" if c.complete else "no checksums: may be incomplete"
+            state = f"INCOMPLETE: {c.problem}" if c.problem else state
+            print(f"{c.created:%Y-%m-%d %H:%M:%S}  {format_bytes(c.size):>10}  {kind:<6}  {c.uri}  {state}")
 
 
-def print_latest(options: CheckpointOptions, store: StoreOptions) -> int:
+@record
+class CheckpointLatestCommand(CheckpointOptions):
     """Print the URI of the newest complete checkpoint.
 
     The exit status is 1 if there is none.
     """
-    from voxlane.checkpoint.lifecycle import latest
 
-    print(latest(options.uri, store.store_config()).uri)
-    return 0
+    def _run(self) -> None:
+        from voxlane.checkpoint.lifecycle import latest
+
+        print(latest(self.uri, self.store_config()).uri)
 
 
 @record
-class VerifyOptions(CheckpointOptions, ProgressOptions):
-    """Options of `voxlane checkpoint verify`."""
-
-
-def verify_checkpoints(options: VerifyOptions, store: StoreOptions) -> int:
+class CheckpointVerifyCommand(CheckpointOptions, ProgressOptions):
     """Read every byte of checkpoints and compare with their checksums.
 
     The exit status is 1 if a checkpoint is damaged.
     """
-    from voxlane.checkpoint.lifecycle import verify
 
-    checkpoints = _list_existing(options.uri, store)
-    unpublished = [c for c in checkpoints if not c.published]
-    checkpoints = [c for c in checkpoints if c.published]
-    damaged = 0
-    with _progress_bar("verifying", sum(c.size for c in checkpoints), options) as bar:
-        for c in checkpoints:
-            verdict = verify(c, bar.update)
-            damaged += bool(verdict.problems)
-            state = "DAMAGED" if verdict.problems else "ok"
-            note = f"  (no checksums: {len(verdict.unchecked)} files only read)" if verdict.unchecked else ""
-            print(f"{state:<8} {format_bytes(c.size):>10}  {c.uri}{note}")
-            for problem in verdict.problems:
-                print(f"         {problem}")
-    for c in unpublished:
-        print(f"never published, not verified: {c.uri}")
-    print(f"{len(checkpoints) - damaged} of {len(checkpoints)} checkpoints are sound")
-    return 1 if damaged or not checkpoints else 0
+    def _run(self) -> int:
+        from voxlane.checkpoint.lifecycle import verify
+
+        checkpoints = self.list_existing()
+        unpublished = [c for c in checkpoints if not c.published]
+        checkpoints = [c for c in checkpoints if c.published]
+        damaged = 0
+        with _progress_bar("verifying", sum(c.size for c in checkpoints), self) as bar:
+            for c in checkpoints:
+                verdict = verify(c, bar.update)
+                damaged += bool(verdict.problems)
+                state = "DAMAGED" if verdict.problems else "ok"
+                note = f"  (no checksums: {len(verdict.unchecked)} files only read)" if verdict.unchecked else ""
+                print(f"{state:<8} {format_bytes(c.size):>10}  {c.uri}{note}")
+                for problem in verdict.problems:
+                    print(f"         {problem}")
+        for c in unpublished:
+            print(f"never published, not verified: {c.uri}")
+        print(f"{len(checkpoints) - damaged} of {len(checkpoints)} checkpoints are sound")
+        return 1 if damaged or not checkpoints else 0
 
 
 @record
-class RemoveCheckpointsOptions(CheckpointOptions):
-    """Options of `voxlane checkpoint rm`."""
+class CheckpointRmCommand(CheckpointOptions):
+    """Delete a checkpoint, or all but the newest."""
 
     keep_last: Annotated[int | None, Flag(metavar="K")] = None
     """Keep the newest K checkpoints in the folder URI, and delete the others."""
@@ -124,83 +122,74 @@ class RemoveCheckpointsOptions(CheckpointOptions):
     dry_run: bool = False
     """Only report the checkpoints that would be deleted."""
 
+    def _run(self) -> None:
+        from voxlane.checkpoint.lifecycle import Retention, find_checkpoint, remove_checkpoint
 
-def remove_checkpoints(options: RemoveCheckpointsOptions, store: StoreOptions) -> int:
-    """Delete a checkpoint, or all but the newest."""
-    from voxlane.checkpoint.lifecycle import Retention, find_checkpoint, remove_checkpoint
-
-    if options.keep_last is None:
-        if options.keep_every is not None:
-            raise ConfigError("--keep-every needs --keep-last", fix="Give the number of newest checkpoints to keep")
-        try:
-            doomed = [find_checkpoint(options.uri, store.store_config())]
-        except NotFoundError:
-            others = _list_existing(options.uri, store)
-            raise ConfigError(
-                f"not a checkpoint, but {len(others)} are below it",
-                uri=options.uri,
-                fix="Name one of them, or give the number to keep with --keep-last",
-            ) from None
-    else:
-        retention = Retention(keep_last=options.keep_last, keep_every=options.keep_every)
-        doomed = retention.surplus(_list_existing(options.uri, store))
-    for c in doomed:
-        if not options.dry_run:
-            remove_checkpoint(c)
-        print(f"{'would delete' if options.dry_run else 'deleted'}  {format_bytes(c.size):>10}  {c.uri}")
-    if not doomed:
-        print("nothing to delete")
-    return 0
+        if self.keep_last is None:
+            if self.keep_every is not None:
+                raise ConfigError("--keep-every needs --keep-last", fix="Give the number of newest checkpoints to keep")
+            try:
+                doomed = [find_checkpoint(self.uri, self.store_config())]
+            except NotFoundError:
+                others = self.list_existing()
+                raise ConfigError(
+                    f"not a checkpoint, but {len(others)} are below it",
+                    uri=self.uri,
+                    fix="Name one of them, or give the number to keep with --keep-last",
+                ) from None
+        else:
+            retention = Retention(keep_last=self.keep_last, keep_every=self.keep_every)
+            doomed = retention.surplus(self.list_existing())
+        for c in doomed:
+            if not self.dry_run:
+                remove_checkpoint(c)
+            print(f"{'would delete' if self.dry_run else 'deleted'}  {format_bytes(c.size):>10}  {c.uri}")
+        if not doomed:
+            print("nothing to delete")
 
 
 @record
-class CollectOptions(CheckpointOptions):
-    """Options of `voxlane checkpoint gc`."""
+class CheckpointGcCommand(CheckpointOptions):
+    """Remove unfinished uploads and stray files that killed saves left."""
 
     older_than: Annotated[float, pydantic.Field(ge=0, le=TEN_YEARS_MINUTES), Flag(metavar="MINUTES")] = 1440.0
     """Smallest age of files to remove, in minutes. Younger files may belong to a save that is still running."""
     dry_run: bool = False
     """Only report the files that would be removed."""
 
+    def _run(self) -> None:
+        from voxlane.checkpoint.lifecycle import find_orphans
 
-def collect_orphans(options: CollectOptions, store: StoreOptions) -> int:
-    """Remove unfinished uploads and stray files that killed saves left."""
-    from voxlane.checkpoint.lifecycle import find_orphans
-
-    orphans = find_orphans(options.uri, store.store_config(), older_than_s=options.older_than * 60)
-    for upload in orphans.uploads:
-        print(f"unfinished upload of {upload.started:%Y-%m-%d %H:%M:%S}  {orphans.store.uri(upload.key)}")
-    for stored in orphans.objects:
-        print(f"no checkpoint's file  {format_bytes(stored.size):>10}  {orphans.store.uri(stored.key)}")
-    if not options.dry_run:
-        orphans.remove()
-    action = "found" if options.dry_run else "removed"
-    print(f"{len(orphans.uploads)} unfinished uploads and {len(orphans.objects)} orphaned files {action}")
-    if orphans.younger:
-        print(f"{orphans.younger} younger ones kept: a save may be at work on them (--older-than 0 takes all)")
-    return 0
+        orphans = find_orphans(self.uri, self.store_config(), older_than_s=self.older_than * 60)
+        for upload in orphans.uploads:
+            print(f"unfinished upload of {upload.started:%Y-%m-%d %H:%M:%S}  {orphans.store.uri(upload.key)}")
+        for stored in orphans.objects:
+            print(f"orphaned file  {format_bytes(stored.size):>10}  {orphans.store.uri(stored.key)}")
+        if not self.dry_run:
+            orphans.remove()
+        action = "found" if self.dry_run else "removed"
+        print(f"{len(orphans.uploads)} unfinished uploads and {len(orphans.objects)} orphaned files {action}")
+        if orphans.younger:
+            print(f"{orphans.younger} younger ones kept: a save may still be writing them (--older-than 0 removes all)")
 
 
 @record
-class CopyOptions(ProgressOptions):
-    """Options of `voxlane checkpoint cp`."""
+class CheckpointCpCommand(StoreOptions, ProgressOptions):
+    """Copy a checkpoint to another URI, checking every byte."""
 
     source: Annotated[PathOrUri, ARGUMENT]
     """URI or path of the checkpoint."""
     target: Annotated[PathOrUri, ARGUMENT]
     """URI or path for the copy; it must not exist yet."""
 
+    def _run(self) -> None:
+        from voxlane.checkpoint.lifecycle import copy_checkpoint, find_checkpoint
 
-def copy_checkpoint(options: CopyOptions, store: StoreOptions) -> int:
-    """Copy a checkpoint to another URI, checking every byte."""
-    from voxlane.checkpoint.lifecycle import copy_checkpoint, find_checkpoint
-
-    config = store.store_config()
-    source = find_checkpoint(options.source, config)
-    with _progress_bar("copying", source.size, options) as bar:
-        copied = copy_checkpoint(source, options.target, config, bar.update)
-    print(f"{format_bytes(copied.size)}  {copied.uri}")
-    return 0
+        config = self.store_config()
+        source = find_checkpoint(self.source, config)
+        with _progress_bar("copying", source.size, self) as bar:
+            copied = copy_checkpoint(source, self.target, config, bar.update)
+        print(f"{format_bytes(copied.size)}  {copied.uri}")
 
 
 def _progress_bar(title: str, total_bytes: int, options: ProgressOptions) -> Any:

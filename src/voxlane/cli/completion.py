@@ -7,20 +7,12 @@ from typing import Annotated, Literal
 
 import cyclopts
 
-from voxlane.cli.commands import COMMANDS, HIDDEN
-from voxlane.cli.main import is_group, load_command
+from voxlane.cli.main import COMMANDS, HIDDEN, is_group, load_parser
 from voxlane.settings import ARGUMENT, record
 
 
 @record
-class CompletionOptions:
-    """Options of `voxlane completion`."""
-
-    shell: Annotated[Literal["bash", "zsh", "fish"], ARGUMENT]
-    """Name of your shell."""
-
-
-def print_completion(options: CompletionOptions) -> int:
+class CompletionCommand:
     """Print a script that completes commands in your shell.
 
     Load the script in the shell's start-up file, or store it where the shell looks for completions.
@@ -30,8 +22,12 @@ def print_completion(options: CompletionOptions) -> int:
       voxlane completion zsh > ~/.zsh/completions/_voxlane
       voxlane completion fish > ~/.config/fish/completions/voxlane.fish
     """
-    sys.stdout.write(make_app().generate_completion(shell=options.shell))
-    return 0
+
+    shell: Annotated[Literal["bash", "zsh", "fish"], ARGUMENT]
+    """Name of your shell."""
+
+    def _run(self) -> None:
+        sys.stdout.write(make_app().generate_completion(shell=self.shell))
 
 
 def make_app() -> cyclopts.App:
@@ -41,6 +37,6 @@ def make_app() -> cyclopts.App:
         if any(name == hidden or name.startswith(f"{hidden} ") for hidden in HIDDEN):
             continue
         parent, _, last = name.rpartition(" ")
-        apps[name] = cyclopts.App(name=last, help=summary) if is_group(name) else load_command(name).app
+        apps[name] = cyclopts.App(name=last, help=summary) if is_group(name) else load_parser(name).app
         apps[parent].command(apps[name])
     return apps[""]

@@ -7,6 +7,7 @@ import itertools
 import os
 import tempfile
 from collections.abc import Mapping, Sequence
+from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from voxlane.cli.help import format_rows
@@ -137,16 +138,18 @@ def apply_overrides(values: dict[str, Any], overrides: Sequence[str]) -> dict[st
     return values
 
 
-def format_config_fields(command: str, config_class: type[Any], presets: dict[str, Any], words: Sequence[str]) -> str:
-    """Return the text of --fields, with the defaults of the preset that the command line chooses."""
+def format_config_fields(name: str, command_class: type[Any], words: Sequence[str]) -> str:
+    """Return the text of --fields of a command, with the defaults of the preset that the command line chooses."""
+    presets_path = getattr(command_class, "presets", "")
+    presets = resolve_name(presets_path) if presets_path else {}
     config = dict(itertools.pairwise(words)).get("--config")
     values = apply_overrides(read_config(config) if config else {}, [word for word in words if is_override(word)])
     preset = values.get("preset")
     if presets and preset is not None and preset not in presets:
         raise ConfigError(f"preset: unknown preset {preset!r}", fix=f"Choose from: {', '.join(presets)}")
     defaults = {**presets[preset], "preset": preset} if presets and preset is not None else {}
-    text = format_fields(config_class, defaults)
-    return f"Fields of voxlane {command}, as field=value or in a --config file:\n{text}\n"
+    text = format_fields(resolve_name(command_class.config_class), defaults)
+    return f"Fields of voxlane {name}, as field=value or in a --config file:\n{text}\n"
 
 
 def format_fields(cls: type[Any], defaults: Mapping[str, Any] | None = None) -> str:

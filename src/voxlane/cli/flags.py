@@ -1,9 +1,14 @@
-"""Flags of a command, made by cyclopts from the records that the command's function takes.
+"""Flags of a command, made by cyclopts from the fields of the command's record.
 
-A command is a function with a docstring whose parameters are records (`voxlane.settings.record`):
+A command is a record (`voxlane.settings.record`) with the method `_run`. Its docstring is the text of --help:
 
     @record
-    class ListOptions:
+    class LsCommand(StoreOptions):
+        \"\"\"List the objects under a URI, or save them as a manifest.
+
+        More paragraphs of --help, and examples as indented lines.
+        \"\"\"
+
         uri: Annotated[PathOrUri, ARGUMENT]
         \"\"\"Bucket and prefix, or a folder.\"\"\"
         match: tuple[str, ...] = ()
@@ -13,28 +18,25 @@ A command is a function with a docstring whose parameters are records (`voxlane.
         concurrency: Annotated[int, pydantic.Field(ge=1)] = 64
         \"\"\"Number of list requests in flight.\"\"\"
 
-    def list_objects(options: ListOptions, store: StoreOptions) -> int:
-        \"\"\"List the objects under a URI, or save them as a manifest.
-
-        More paragraphs of --help, and examples as indented lines.
-        \"\"\"
+        def _run(self) -> None:
+            ...
 
 Each field is one flag: its name with dashes, its type, its default, its docstring as help. A field without a default
 is required. A `bool` is a switch; one whose default is True gets --no-NAME as well. A tuple is a flag that can be
-repeated. A `Literal` has choices. `Flag` in `Annotated` sets everything else. The ClassVar `flag_group` gives the flags
-of a record a heading of their own in --help.
+repeated. A `Literal` has choices. `Flag` in `Annotated` sets everything else. Options that several commands share are
+fields of a base class; its ClassVar `flag_group` gives them a heading of their own in --help. A command that can fail
+without an exception returns its exit status from `_run`.
 
 Values of a wrong type, unknown flags and missing arguments raise UsageError (exit status 2). Values that the record
 itself rejects raise ConfigError (exit status 1) with the flag's name.
 
-`voxlane.cli.commands` lists every command with the import path of its function.
+`voxlane.cli.main` lists every command with its module.
 """
 
 from __future__ import annotations
 
 import inspect
-import typing
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, get_args, get_origin
 
@@ -51,43 +53,16 @@ _TYPE_ERRORS = ("int_parsing", "float_parsing")
 
 
 @dataclass(frozen=True)
-class Invocation:
-    """A command with its parsed options."""
-
-    name: str
-    """Words of the command after `voxlane`, such as `app deploy`."""
-    function: Callable[..., int]
-    records: dict[str, Any]
-    """Records to call the function with, by parameter name."""
-    paths: frozenset[str]
-    """Values of the flags and arguments that are local paths or URIs."""
-
-    def run(self) -> int:
-        """Run the command and return its exit status."""
-        return self.function(**self.records)
-
-    def get(self, name: str, default: Any = None) -> Any:
-        """Return the option `name` of whichever record has it."""
-        for options in self.records.values():
-            if hasattr(options, name):
-                return getattr(options, name)
-        return default
-
-
-@dataclass(frozen=True)
 class _Option:
-    """One field of one of the function's records."""
+    """One field of a command."""
 
-    parameter: str
     name: str
     field: Any
     flag: Flag
+    is_own: bool
+    """Whether the command itself declares it, and not a base class that it shares with others."""
     group: str
-
-    @property
-    def key(self) -> str:
-        """Name of the keyword argument that cyclopts passes."""
-        return f"{self.parameter}__{self.name}"
+    """Heading in --help; empty: Options."""
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -163,90 +138,75 @@ class _Option:
             allow_repeating=True,
             required=self.required if self.variadic else None,
         )
-        position = inspect.Parameter.KEYWORD_ONLY
-        if self.flag.positional:
-            kinds = inspect.Parameter
-            position = kinds.VAR_POSITIONAL if self.variadic else kinds.POSITIONAL_ONLY  # type: ignore[assignment]
+        places = inspect.Parameter
+        place: Any = places.POSITIONAL_ONLY if self.flag.positional else places.KEYWORD_ONLY
+        place = places.VAR_POSITIONAL if self.variadic else place
         if self.required or self.variadic:
-            return inspect.Parameter(self.key, position, annotation=Annotated[kind, declared])
+            return inspect.Parameter(self.name, place, annotation=Annotated[kind, declared])
         # A switch must not be optional, or completion takes the next word for its value.
         default, kind = (self.default, bool) if kind is bool else (None, kind | None)
-        return inspect.Parameter(self.key, position, default=default, annotation=Annotated[kind, declared])
+        return inspect.Parameter(self.name, place, default=default, annotation=Annotated[kind, declared])
 
 
-class Command:
-    """A command's function with the parser of its flags."""
+class CommandParser:
+    """The parser of a command's flags."""
 
-    def __init__(self, name: str, function: Callable[..., int]) -> None:
+    def __init__(self, name: str, command_class: type[Any]) -> None:
         self.name = name
-        self.function = function
-        self._records: dict[str, type[Any]] = {}
+        self.command_class = command_class
         self._options: list[_Option] = []
-        hints = typing.get_type_hints(function)
-        for parameter in inspect.signature(function).parameters:
-            cls = self._records[parameter] = hints[parameter]
-            # In --help, the options of the command itself come before those that it shares with others.
-            own_first = sorted(settings.record_fields(cls).items(), key=lambda item: item[0] not in cls.__annotations__)
-            for field_name, field in own_first:
-                option = _Option(parameter, field_name, field, settings.flag_of(field), getattr(cls, "flag_group", ""))
-                self._options += [] if option.flag.excluded else [option]
+        for field_name, field in settings.record_fields(command_class).items():
+            owner = next(cls for cls in command_class.__mro__ if field_name in cls.__annotations__)
+            group = "" if owner is command_class else getattr(owner, "flag_group", "")
+            option = _Option(field_name, field, settings.flag_of(field), owner is command_class, group)
+            self._options += [] if option.flag.excluded else [option]
         # Arguments that may be left out come after those that may not, as Python demands of parameters.
-        self._options.sort(key=lambda option: (not option.flag.positional, option.variadic, option.flag.overrides))
-        self.config_class: str = self._class_variable("config_class")
-        self.presets: str = self._class_variable("presets")
-        self._overrides = next((option.key for option in self._options if option.flag.overrides), "")
-        self._remainder = next((option.key for option in self._options if option.flag.remainder), "")
+        self._options.sort(key=lambda o: (not o.flag.positional, o.variadic, o.flag.overrides, not o.is_own))
+        self._overrides = next((option.name for option in self._options if option.flag.overrides), "")
+        self._remainder = next((option.name for option in self._options if option.flag.remainder), "")
         self.app = self._make_app()
-
-    def _class_variable(self, name: str) -> Any:
-        return next((getattr(cls, name) for cls in self._records.values() if getattr(cls, name, "")), "")
 
     def _make_app(self) -> cyclopts.App:
         def function(*arguments: str, **values: Any) -> None:
             """Take any arguments; only its signature is used."""
 
         unparsed = (self._overrides, self._remainder)
-        parameters = [option.to_parameter() for option in self._options if option.key not in unparsed]
+        parameters = [option.to_parameter() for option in self._options if option.name not in unparsed]
         function.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
         function.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
-        summary = summary_of(self.function)
+        summary = summary_of(self.command_class)
         app = cyclopts.App(self.name.split()[-1], help=summary, help_format="plaintext", version_flags=())
         app.default(function)
         return app
 
-    def parse(self, words: Sequence[str]) -> Invocation:
+    def run(self, words: Sequence[str]) -> int:
+        """Run the command with the options that `words` give, and return its exit status."""
+        return self.parse(words)._run() or 0
+
+    def parse(self, words: Sequence[str]) -> Any:
         """Return the command with the options that `words` give, or raise UsageError or ConfigError."""
         parsed_words, taken = self._split_words(words)
         try:
             _, bound, _ = self.app.parse_args(parsed_words, print_error=False, exit_on_error=False)
         except parsing.CycloptsError as error:
             raise self._usage_error(self._explain(error, parsed_words)) from None
-        values_of: dict[str, dict[str, Any]] = {parameter: {} for parameter in self._records}
-        paths: set[str] = set()
         for option in self._options:
-            value: Any = bound.arguments.get(option.key, taken.get(option.key))
-            if value is None:
-                continue
-            if option.required and value == ():
+            if option.required and taken.get(option.name) == ():
                 raise self._usage_error(f"missing {option.names[0]} after --")
-            values_of[option.parameter][option.name] = value
-            if settings.is_path(option.field):
-                paths.update([value] if isinstance(value, str) else value)
         labels = {option.name: option.names[0] for option in self._options}
         try:
-            records = {key: settings.build(cls, values_of[key], labels=labels) for key, cls in self._records.items()}
+            return settings.build(self.command_class, {**bound.arguments, **taken}, labels=labels)
         except ConfigError as error:
             if error.code in _TYPE_ERRORS:
                 raise self._usage_error(str(error)) from None
             raise
-        return Invocation(self.name, self.function, records, frozenset(paths))
 
     def _usage_error(self, problem: str) -> UsageError:
         fix = "" if problem.endswith("?") else f"See: voxlane {self.name} --help"
         return UsageError(f"voxlane {self.name}: {problem}", fix=fix)
 
     def _split_words(self, words: Sequence[str]) -> tuple[list[str], dict[str, tuple[str, ...]]]:
-        """Split the words that cyclopts parses from the values, by key, of the two options that it cannot parse:
+        """Split the words that cyclopts parses from the values, by name, of the two options that it cannot parse:
         `field=value` overrides, which may stand anywhere, and the words of another command. Those come after `--` or,
         where the command has no other arguments, start with the first word that is neither a flag nor its value."""
         takes_value = {name: o.flag for o in self._options for name in o.names if o.field.annotation is not bool}
@@ -268,14 +228,15 @@ class Command:
             else:
                 parsed += [word, *rest[:1]]
                 del rest[:1]
-        return parsed, {self._overrides: tuple(overrides), self._remainder: tuple(rest)}
+        taken = {self._overrides: tuple(overrides), self._remainder: tuple(rest)}
+        return parsed, {name: values for name, values in taken.items() if name}
 
     def _explain(self, error: parsing.CycloptsError, words: Sequence[str]) -> str:
         """Say in one line what is wrong with the words of a command line."""
         argument = error.argument
         flag_names = {name for option in self._options for name in (*option.names, *option.negative)}
         unknown = [flag for word in words if word.startswith("--") and (flag := word.split("=")[0]) not in flag_names]
-        labels = {option.key: option.names[0] for option in self._options}
+        labels = {option.name: option.names[0] for option in self._options}
         label = labels.get(argument.field_info.name, argument.name) if argument is not None else ""
         match error:
             case parsing.UnknownOptionError():
@@ -313,7 +274,7 @@ class Command:
                 sections.setdefault(title, []).append((label, option.help))
         sections["Options"].append(("-h, --help", "Show this text."))
         tables = [f"{title}:\n{format_rows(rows, width)}" for title, rows in sections.items() if rows]
-        return "\n\n".join([usage, format_text(inspect.getdoc(self.function) or "", width), *tables]) + "\n"
+        return "\n\n".join([usage, format_text(inspect.getdoc(self.command_class) or "", width), *tables]) + "\n"
 
 
 def _format_default(value: Any) -> str:
@@ -330,6 +291,13 @@ def _argument_usage(option: _Option) -> str:
     return usage if option.required else f"[{usage}]"
 
 
-def summary_of(function: Callable[..., Any]) -> str:
-    """Return the first line of a function's docstring, without its full stop."""
-    return (inspect.getdoc(function) or "").partition("\n")[0].rstrip(".")
+def summary_of(command_class: type[Any]) -> str:
+    """Return the first line of a command's docstring, without its full stop."""
+    return (inspect.getdoc(command_class) or "").partition("\n")[0].rstrip(".")
+
+
+def paths_of(command: Any) -> set[str]:
+    """Return the local paths and URIs among the options of a command."""
+    fields = settings.record_fields(type(command)).items()
+    values = [getattr(command, name) for name, field in fields if settings.is_path(field)]
+    return {path for value in values for path in (value if isinstance(value, tuple) else (value,)) if path}

@@ -11,11 +11,71 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from voxlane.cli.commands import COMMANDS, HIDDEN
 from voxlane.errors import ReportedError, StoppedError, UsageError, VoxlaneError
 
 if TYPE_CHECKING:
-    from voxlane.cli.flags import Command, Invocation
+    from voxlane.cli.flags import CommandParser
+
+COMMANDS: dict[str, tuple[str, str]] = {
+    "prepare": ("segmentation", "Check scans and write them as a dataset to train on"),
+    "train": ("segmentation", "Train a segmentation network on a prepared dataset"),
+    "evaluate": ("segmentation", "Score a run on the cases it did not train on"),
+    "predict": ("segmentation", "Segment new scans"),
+    "report": ("segmentation", "Write one page about a run: curves, scores, overlays, timing"),
+    "tune": ("segmentation", "Search for the best config with many training runs at once"),
+    "stage": ("stage", "Copy a dataset to this machine's own disk"),
+    "slurm": ("slurm", "Run commands as SLURM jobs"),
+    "slurm submit": ("slurm", "Submit a voxlane command as a job"),
+    "slurm render": ("slurm", "Print the batch script of a voxlane command's job"),
+    "slurm status": ("slurm", "Show your jobs: state, reason for waiting, progress"),
+    "slurm logs": ("slurm", "Print the log of a job"),
+    "slurm cancel": ("slurm", "Cancel jobs; their checkpoints and results stay"),
+    "app": ("app", "Run a training app on Kubernetes"),
+    "app init": ("app", "Create the folder of an app from a template"),
+    "app templates": ("app", "List the templates that `voxlane app init` offers"),
+    "app fields": ("app", "List the fields of app.yaml, with their defaults"),
+    "app build": ("app", "Build and push the app's image"),
+    "app render": ("app", "Print the app's manifests"),
+    "app update": ("app", "Merge a template's changes into an app"),
+    "app deploy": ("app_cluster", "Start an app in the cluster"),
+    "app status": ("app_cluster", "Show the state of an app, and why it is not running"),
+    "app logs": ("app_cluster", "Print the output of an app's pods"),
+    "app events": ("app_cluster", "Print the cluster's events about an app"),
+    "app exec": ("app_cluster", "Run a command in one of an app's pods"),
+    "app tensorboard": ("app_cluster", "Show TensorBoard of an app's run at a local port"),
+    "app undeploy": ("app_cluster", "Remove everything that an app created in the cluster"),
+    "app entry": ("app", "Run a command as the first process of a container"),
+    "operator": ("operator", "Stage datasets onto nodes' disks in a cluster"),
+    "operator install": ("operator", "Install the operator, and the kind StagedDataset, in a cluster"),
+    "operator uninstall": ("operator", "Remove the operator from a cluster"),
+    "operator run": ("operator", "Run the operator until SIGTERM or Ctrl-C"),
+    "operator agent": ("operator", "Commands that the operator's pods run"),
+    "operator agent stage": ("operator", "Copy a dataset to this node, for the operator"),
+    "operator agent remove": ("operator", "Remove a dataset from this node, for the operator"),
+    "tensorboard": ("segmentation", "Show a run in TensorBoard"),
+    "checkpoint": ("checkpoint", "List, verify, copy, remove and clean up checkpoints"),
+    "checkpoint ls": ("checkpoint", "List checkpoints, including unfinished ones, oldest first"),
+    "checkpoint latest": ("checkpoint", "Print the URI of the newest complete checkpoint"),
+    "checkpoint verify": ("checkpoint", "Read every byte of checkpoints and compare with their checksums"),
+    "checkpoint rm": ("checkpoint", "Delete a checkpoint, or all but the newest"),
+    "checkpoint gc": ("checkpoint", "Remove unfinished uploads and stray files that killed saves left"),
+    "checkpoint cp": ("checkpoint", "Copy a checkpoint to another URI, checking every byte"),
+    "bench": ("bench", "Run benchmarks on your own machines and buckets"),
+    "bench checkpoint": ("bench", "Save and load checkpoints of a demo model"),
+    "bench loading": ("bench", "Load data as training does, and report what it waits for"),
+    "bench scaling": ("bench", "Measure how training or a search speeds up with more workers"),
+    "bench simulate": ("bench", "Simulate loading on up to thousands of nodes"),
+    "bench step": ("bench", "Time one training step on this device, in several variants"),
+    "ls": ("storage", "List the objects under a URI, or save them as a manifest"),
+    "clean": ("storage", "Remove temporary objects that killed runs left in a GCS bucket"),
+    "completion": ("completion", "Print a script that completes commands in your shell"),
+    "emulator": ("storage", "Serve a local, in-memory GCS and S3 (needs voxlane[testing])"),
+}
+"""Module of voxlane.cli and summary of every command. The summary is the first line of the docstring of the command's
+record, which is named after the command: `AppInitCommand` is `voxlane app init`. A command that has subcommands has no
+record; its help text is `HELP` of its module."""
+HIDDEN = frozenset({"app entry", "operator agent"})
+"""Commands that containers run and no help lists."""
 
 _DESCRIPTION = "From a bucket of 3D scans to a trained, evaluated segmentation model."
 
@@ -66,8 +126,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # the reader of our output went away, as `head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
-    except KeyboardInterrupt:
-        print("voxlane: interrupted", file=sys.stderr)
+    except KeyboardInterrupt as interrupt:
+        print("; ".join(["voxlane: interrupted", *map(str, interrupt.args)]), file=sys.stderr)
         return 130
 
 
@@ -84,17 +144,16 @@ def _run(words: list[str]) -> int:
             sys.stdout.write(_format_group(name))
             return 0
         raise _wrong_command(name, rest)
-    command = load_command(name)
+    parser = load_parser(name)
     if "-h" in flags or "--help" in flags:
-        sys.stdout.write(command.format_help())
+        sys.stdout.write(parser.format_help())
         return 0
-    if "--fields" in flags and command.config_class:
+    if "--fields" in flags and hasattr(parser.command_class, "config_class"):
         from voxlane.cli.config_options import format_config_fields
 
-        presets = load_object(command.presets) if command.presets else {}
-        sys.stdout.write(format_config_fields(name, load_object(command.config_class), presets, flags))
+        sys.stdout.write(format_config_fields(name, parser.command_class, flags))
         return 0
-    return command.parse(rest).run()
+    return parser.run(rest)
 
 
 def split_command(words: Sequence[str]) -> tuple[str, list[str]]:
@@ -130,35 +189,32 @@ def _wrong_command(group: str, words: Sequence[str]) -> UsageError:
     return UsageError(f"{f'voxlane {group}'.strip()}: {problem}{suggestion or choices}")
 
 
-def load_object(path: str) -> Any:
-    """Import the object at `module:name`."""
-    import importlib
+def load_parser(name: str) -> CommandParser:
+    """Import a command, such as `AppInitCommand` for `app init`, and make the parser of its flags."""
+    from pkgutil import resolve_name
 
-    module, _, name = path.partition(":")
-    return getattr(importlib.import_module(module), name)
+    from voxlane.cli.flags import CommandParser
 
-
-def load_command(name: str) -> Command:
-    """Import a command and make the parser of its flags."""
-    from voxlane.cli.flags import Command
-
-    return Command(name, load_object(f"voxlane.cli.{COMMANDS[name][0]}"))
+    class_name = f"{name.title().replace(' ', '')}Command"
+    return CommandParser(name, resolve_name(f"voxlane.cli.{COMMANDS[name][0]}:{class_name}"))
 
 
-def parse(words: Sequence[str]) -> Invocation:
-    """Parse a whole command line without running it; raise UsageError or ConfigError for a wrong one."""
+def parse(words: Sequence[str]) -> Any:
+    """Return the command of a whole command line, or raise UsageError or ConfigError, without running it."""
     name, rest = split_command(words)
     if is_group(name):
         raise _wrong_command(name, rest)
-    return load_command(name).parse(rest)
+    return load_parser(name).parse(rest)
 
 
 def _format_group(name: str) -> str:
     """Return the help of a command that has subcommands, or of `voxlane` itself."""
+    import importlib
+
     from voxlane.cli.help import format_rows, format_text, terminal_width
 
     width = terminal_width()
-    description = load_object(f"voxlane.cli.{COMMANDS[name][0]}") if name else _DESCRIPTION
+    description = importlib.import_module(f"voxlane.cli.{COMMANDS[name][0]}").HELP if name else _DESCRIPTION
     usage = f"Usage: voxlane {name} COMMAND ..." if name else "Usage: voxlane [--version] [--help] COMMAND ..."
     text, _, examples = description.partition("\nExamples:\n")
     parts = [usage, format_text(text, width), f"Commands:\n{format_rows(list(subcommands(name).items()), width, 16)}"]

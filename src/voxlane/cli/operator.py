@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
+from functools import partial
 from typing import Annotated
 
 import yaml
@@ -11,14 +12,14 @@ import yaml
 from voxlane.cluster.kubernetes.app.k8s import count_noun
 from voxlane.cluster.kubernetes.client import CLUSTER_WIDE, Cluster, Object, path_of, path_of_object
 from voxlane.cluster.kubernetes.names import API_VERSION
-from voxlane.cluster.kubernetes.operator.agent import remove_from_node, stage_on_node
+from voxlane.cluster.kubernetes.operator.agent import OperatorAgentRemoveCommand, OperatorAgentStageCommand
 from voxlane.cluster.kubernetes.operator.manifests import OPERATOR_NAME, build_manifests
 from voxlane.cluster.kubernetes.operator.pods import COPIER
 from voxlane.cluster.kubernetes.operator.resource import InstallConfig, OperatorConfig
 from voxlane.errors import ClusterError, ForbiddenError
 from voxlane.settings import Flag, record
 
-__all__ = ["HELP", "install_operator", "remove_from_node", "run_operator", "stage_on_node", "uninstall_operator"]
+__all__ = ["OperatorAgentRemoveCommand", "OperatorAgentStageCommand"]  # the table of commands finds them here
 _SYSTEM_NAMESPACE = "voxlane-system"
 
 HELP = """\
@@ -47,8 +48,8 @@ Context = Annotated[str | None, Flag(metavar="NAME")]
 
 
 @record
-class RunOptions(OperatorConfig):
-    """Options of `voxlane operator run`."""
+class OperatorRunCommand(OperatorConfig):
+    """Run the operator until SIGTERM or Ctrl-C."""
 
     context: Context = None
     """Context of the kubeconfig (default: the current one)."""
@@ -57,35 +58,30 @@ class RunOptions(OperatorConfig):
     health_port: Annotated[int | None, Flag(metavar="PORT")] = None
     """Port that answers /healthz (default: none)."""
 
+    def _run(self) -> None:
+        from voxlane.cluster.kubernetes.operator.serve import check_permissions, serve
 
-def run_operator(options: RunOptions) -> int:
-    """Run the operator until SIGTERM or Ctrl-C."""
-    from voxlane.cluster.kubernetes.operator.serve import check_permissions, serve
+        connect = partial(Cluster.connect, context=self.context)
+        cluster = connect()
+        namespace = None if self.namespace == "all" else self.namespace
+        config = dataclasses.replace(self, own_namespace=cluster.namespace)
+        check_permissions(cluster, namespace)
 
-    def connect() -> Cluster:
-        return Cluster.connect(context=options.context)
+        def log(text: str) -> None:
+            print(f"{time.strftime('%Y-%m-%dT%H:%M:%SZ', time.gmtime())} {text}", flush=True)
 
-    cluster = connect()
-    namespace = None if options.namespace == "all" else options.namespace
-    config = dataclasses.replace(options, own_namespace=cluster.namespace)
-    check_permissions(cluster, namespace)
-
-    def log(text: str) -> None:
-        print(f"{time.strftime('%Y-%m-%dT%H:%M:%SZ', time.gmtime())} {text}", flush=True)
-
-    scope = f"namespace {namespace}" if namespace else "all namespaces"
-    log(f"serving StagedDatasets of {scope} of {cluster.name}; data at or below {', '.join(config.data_paths)}")
-    serve(cluster, connect, config, namespace=namespace, health_port=options.health_port, log=log)
-    log("ended; copies and removals continue at the next start")
-    return 0
+        scope = f"namespace {namespace}" if namespace else "all namespaces"
+        log(f"serving StagedDatasets of {scope} of {cluster.name}; data at or below {', '.join(config.data_paths)}")
+        serve(cluster, connect, config, namespace=namespace, health_port=self.health_port, log=log)
+        log("ended; copies and removals continue at the next start")
 
 
 # -- install, uninstall ------------------------------------------------------------------------------------------------
 
 
 @record
-class InstallOptions(InstallConfig):
-    """Options of `voxlane operator install`."""
+class OperatorInstallCommand(InstallConfig):
+    """Install the operator, and the kind StagedDataset, in a cluster."""
 
     context: Context = None
     """Context of the kubeconfig (default: the current one)."""
@@ -94,32 +90,29 @@ class InstallOptions(InstallConfig):
     namespace: Annotated[str, Flag("-n", metavar="NAME")] = _SYSTEM_NAMESPACE
     """Namespace of the operator."""
 
-
-def install_operator(options: InstallOptions) -> int:
-    """Install the operator, and the kind StagedDataset, in a cluster."""
-    if options.render:
-        manifests = build_manifests(options, namespace=options.namespace)
-        print("\n---\n".join(yaml.safe_dump(item, sort_keys=False, width=120).strip() for item in manifests))
-        return 0
-    cluster = Cluster.connect(context=options.context, namespace=options.namespace)
-    image = options.image or _find_installed_image(cluster, options.namespace)
-    manifests = build_manifests(dataclasses.replace(options, image=image), namespace=options.namespace)
-    _check_permissions(cluster, manifests, "patch")
-    namespace = cluster.find(path_of_object(manifests[0]))
-    if namespace is not None and "deletionTimestamp" in namespace["metadata"]:
-        raise ClusterError(
-            f"the namespace {options.namespace} is being deleted", fix="Run the command again in a minute"
-        )
-    for manifest in manifests:
-        existing = cluster.find(path_of_object(manifest))
-        if manifest["kind"] == "Namespace" and existing is not None:
-            continue  # it may belong to somebody else: unlabelled, it outlives an uninstall
-        cluster.apply(manifest)
-        scope = "" if manifest["kind"] in CLUSTER_WIDE else f" in {options.namespace}"
-        action = "updated" if existing is not None else "created"
-        print(f"{manifest['kind']} {manifest['metadata']['name']}{scope}: {action}")
-    print(f"see: kubectl -n {options.namespace} get deployment; kubectl get stageddatasets -A")
-    return 0
+    def _run(self) -> None:
+        if self.render:
+            manifests = build_manifests(self, namespace=self.namespace)
+            print("\n---\n".join(yaml.safe_dump(item, sort_keys=False, width=120).strip() for item in manifests))
+            return
+        cluster = Cluster.connect(context=self.context, namespace=self.namespace)
+        image = self.image or _find_installed_image(cluster, self.namespace)
+        manifests = build_manifests(dataclasses.replace(self, image=image), namespace=self.namespace)
+        _check_permissions(cluster, manifests, "patch")
+        namespace = cluster.find(path_of_object(manifests[0]))
+        if namespace is not None and "deletionTimestamp" in namespace["metadata"]:
+            raise ClusterError(
+                f"the namespace {self.namespace} is being deleted", fix="Run the command again in a minute"
+            )
+        for manifest in manifests:
+            existing = cluster.find(path_of_object(manifest))
+            if manifest["kind"] == "Namespace" and existing is not None:
+                continue  # it may belong to somebody else: unlabelled, it outlives an uninstall
+            cluster.apply(manifest)
+            scope = "" if manifest["kind"] in CLUSTER_WIDE else f" in {self.namespace}"
+            action = "updated" if existing is not None else "created"
+            print(f"{manifest['kind']} {manifest['metadata']['name']}{scope}: {action}")
+        print(f"see: kubectl -n {self.namespace} get deployment; kubectl get stageddatasets -A")
 
 
 def _find_installed_image(cluster: Cluster, namespace: str) -> str | None:
@@ -141,8 +134,12 @@ def _check_permissions(cluster: Cluster, manifests: list[Object], verb: str) -> 
 
 
 @record
-class UninstallOptions:
-    """Options of `voxlane operator uninstall`."""
+class OperatorUninstallCommand:
+    """Remove the operator from a cluster.
+
+    StagedDatasets, their kind and the data on the nodes' disks stay, and the next install takes them over. With --data
+    they are removed too, each as soon as nothing uses it.
+    """
 
     data: bool = False
     """Delete every StagedDataset, and its data, first."""
@@ -153,40 +150,33 @@ class UninstallOptions:
     context: Context = None
     """Context of the kubeconfig (default: the current one)."""
 
-
-def uninstall_operator(options: UninstallOptions) -> int:
-    """Remove the operator from a cluster.
-
-    StagedDatasets, their kind and the data on the nodes' disks stay, and the next install takes them over. With --data
-    they are removed too, each as soon as nothing uses it.
-    """
-    cluster = Cluster.connect(context=options.context, namespace=options.namespace)
-    manifests = reversed(build_manifests(InstallConfig(image="none"), namespace=options.namespace))
-    removed = [manifest for manifest in manifests if options.data or manifest["kind"] != "CustomResourceDefinition"]
-    _check_permissions(cluster, removed, "delete")
-    datasets = cluster.list(path_of(API_VERSION, "StagedDataset"))
-    count = count_noun(len(datasets), "StagedDataset")
-    if options.data and datasets:
-        if _find_installed_image(cluster, options.namespace) is None:
-            raise ClusterError(
-                f"{count} cannot be removed from nodes: no operator is in {options.namespace}",
-                uri=cluster.name,
-                fix="Install it first, or leave out --data",
-            )
-        _delete_datasets(cluster, datasets, options.timeout)
-    for manifest in removed:
-        path = path_of_object(manifest)
-        if manifest["kind"] == "Namespace":
-            labels = (cluster.find(path) or {"metadata": {}})["metadata"].get("labels") or {}
-            if labels.get("app.kubernetes.io/name") != OPERATOR_NAME:
-                continue  # `install` did not create it
-        if cluster.delete(path):
-            print(f"{manifest['kind']} {manifest['metadata']['name']}: removed")
-    if options.data:
-        _delete_copier_permissions(cluster)
-    if datasets and not options.data:
-        print(f"{count} left, with the data; nothing serves or removes them until the next install")
-    return 0
+    def _run(self) -> None:
+        cluster = Cluster.connect(context=self.context, namespace=self.namespace)
+        manifests = reversed(build_manifests(InstallConfig(image="none"), namespace=self.namespace))
+        removed = [manifest for manifest in manifests if self.data or manifest["kind"] != "CustomResourceDefinition"]
+        _check_permissions(cluster, removed, "delete")
+        datasets = cluster.list(path_of(API_VERSION, "StagedDataset"))
+        count = count_noun(len(datasets), "StagedDataset")
+        if self.data and datasets:
+            if _find_installed_image(cluster, self.namespace) is None:
+                raise ClusterError(
+                    f"{count} cannot be removed from nodes: no operator is in {self.namespace}",
+                    uri=cluster.name,
+                    fix="Install it first, or leave out --data",
+                )
+            _delete_datasets(cluster, datasets, self.timeout)
+        for manifest in removed:
+            path = path_of_object(manifest)
+            if manifest["kind"] == "Namespace":
+                labels = (cluster.find(path) or {"metadata": {}})["metadata"].get("labels") or {}
+                if labels.get("app.kubernetes.io/name") != OPERATOR_NAME:
+                    continue  # `install` did not create it
+            if cluster.delete(path):
+                print(f"{manifest['kind']} {manifest['metadata']['name']}: removed")
+        if self.data:
+            _delete_copier_permissions(cluster)
+        if datasets and not self.data:
+            print(f"{count} left, with the data; nothing serves or removes them until the next install")
 
 
 def _delete_copier_permissions(cluster: Cluster) -> None:

@@ -1,15 +1,26 @@
-"""`voxlane prepare`, `train`, `evaluate`, `predict`, `report`: from scans to a model and its masks."""
+"""`voxlane prepare`, `train`, `tune`, `evaluate`, `predict`, `report`, `tensorboard`: from scans to a model and its
+masks."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import sys
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, TypeVar
 
-from voxlane.cli.config_options import ConfiguredOptions, FieldsFileOptions, StoreFileOptions
+import pydantic
+
+from voxlane.cli.config_options import (
+    ConfiguredOptions,
+    FieldsFileOptions,
+    StoreFileOptions,
+    StoreOptions,
+    apply_overrides,
+)
+from voxlane.cli.signals import interrupted_by, open_in_browser, print_note
 from voxlane.errors import BucketNotFoundError, ConfigError, NotFoundError, ScanError
-from voxlane.settings import ARGUMENT, Flag, PathOrUri, build, record
+from voxlane.settings import ARGUMENT, OVERRIDES, Flag, PathOrUri, build, read_file, record
 from voxlane.sizes import format_bytes
 
 if TYPE_CHECKING:
@@ -22,18 +33,7 @@ _Record = TypeVar("_Record")
 
 
 @record
-class PrepareOptions(ConfiguredOptions):
-    """Options of `voxlane prepare`."""
-
-    config_class: ClassVar[str] = "voxlane.volume.prepare:PrepareConfig"
-
-    src: Annotated[PathOrUri, ARGUMENT]
-    """URI or folder of the scans, or a .json or .csv list."""
-    dst: Annotated[PathOrUri, ARGUMENT]
-    """URI or folder for the prepared dataset."""
-
-
-def prepare_dataset(options: PrepareOptions, store: FieldsFileOptions) -> int:
+class PrepareCommand(FieldsFileOptions, ConfiguredOptions):
     """Check scans and write them as a dataset to train on.
 
     Read the scans and labels under SRC, check every case, and write each case to DST as a compressed, chunked Zarr v3
@@ -50,49 +50,37 @@ def prepare_dataset(options: PrepareOptions, store: FieldsFileOptions) -> int:
       voxlane prepare kits19 prepared recipe=mlperf-kits19
       voxlane prepare brats prepared 'description.regions={WT: [1, 2, 4], TC: [1, 4], ET: [4]}'
     """
-    from voxlane.volume.case_checks import format_problems
-    from voxlane.volume.prepare import PrepareConfig, prepare
 
-    values, store_config = store.load(options.overrides)
-    result = prepare(options.src, options.dst, build(PrepareConfig, values), store_config, progress=options.progress)
-    if result.problems:
-        print(format_problems(result.problems), file=sys.stderr)
-    prepared, plan = result.prepared, result.prepared.plan
-    left_out = len({problem.case for problem in result.problems if problem.fatal})
-    more = f", {left_out} left out" if left_out else ""
-    print(f"{prepared.description.name}: {len(prepared)} cases in {prepared.uri}{more}")
-    if not result.cases_checked and not result.cases_written:
-        print("nothing had to be done: every case was prepared already")
-    else:
-        print(f"checked {result.cases_checked} and wrote {result.cases_written} cases")
-    print(
-        f"plan: {' x '.join(f'{mm:.3g}' for mm in plan.spacing)} mm, patches of {' x '.join(map(str, plan.patch))}, "
-        f"batch {plan.batch}, {plan.network.kind} with features {', '.join(map(str, plan.network.features))}"
-    )
-    print(f"next: voxlane train {options.dst} --run RUN")
-    return 0
+    config_class: ClassVar[str] = "voxlane.volume.prepare:PrepareConfig"
+
+    src: Annotated[PathOrUri, ARGUMENT]
+    """URI or folder of the scans, or a .json or .csv list."""
+    dst: Annotated[PathOrUri, ARGUMENT]
+    """URI or folder for the prepared dataset."""
+
+    def _run(self) -> None:
+        from voxlane.volume.case_checks import format_problems
+        from voxlane.volume.prepare import PrepareConfig, prepare
+
+        values, store_config = self.load(self.overrides)
+        result = prepare(self.src, self.dst, build(PrepareConfig, values), store_config, progress=self.progress)
+        if result.problems:
+            print(format_problems(result.problems), file=sys.stderr)
+        prepared, plan = result.prepared, result.prepared.plan
+        left_out = len({problem.case for problem in result.problems if problem.fatal})
+        more = f", {left_out} left out" if left_out else ""
+        print(f"{prepared.description.name}: {len(prepared)} cases in {prepared.uri}{more}")
+        if not result.cases_checked and not result.cases_written:
+            print("nothing had to be done: every case was prepared already")
+        else:
+            print(f"checked {result.cases_checked} and wrote {result.cases_written} cases")
+        spacing, patch = " x ".join(f"{mm:.3g}" for mm in plan.spacing), " x ".join(map(str, plan.patch))
+        network = f"{plan.network.kind} with features {', '.join(map(str, plan.network.features))}"
+        print(f"plan: {spacing} mm, patches of {patch}, batch {plan.batch}, {network}")
+        print(f"next: voxlane train {self.dst} --run RUN")
 
 
 # -- train -------------------------------------------------------------------------------------------------------------
-
-
-@record
-class TrainOptions(ConfiguredOptions):
-    """Options of `voxlane train`."""
-
-    config_class: ClassVar[str] = "voxlane.train.config:TrainConfig"
-    presets: ClassVar[str] = "voxlane.train.config:PRESETS"
-
-    data: Annotated[PathOrUri, ARGUMENT]
-    """URI or folder of the prepared dataset."""
-    run: PathOrUri
-    """URI or folder for the run."""
-    resume: bool = False
-    """Continue exactly from the run's last checkpoint."""
-    auto_resume: bool = False
-    """Start the run, or continue it if it exists; do nothing if it is done. For jobs that are restarted."""
-    folds: Annotated[str | None, Flag(metavar="LIST")] = None
-    """Folds to train, each as a run of its own in RUN/fold_N: all, or numbers such as 0,2."""
 
 
 @record
@@ -128,17 +116,13 @@ def _choose_trainer(options: RayOptions) -> Any:
         return train
     from voxlane.cluster.ray.elastic import train_on_ray
 
-    workers = options.nodes or 1 if options.workers is None else options.workers
-    return functools.partial(train_on_ray, **{**dataclasses.asdict(options), "workers": workers})
+    arguments = {field.name: getattr(options, field.name) for field in dataclasses.fields(RayOptions)}
+    arguments["workers"] = options.nodes or 1 if options.workers is None else options.workers
+    return functools.partial(train_on_ray, **arguments)
 
 
-def fill_unset(options: _Record, values: dict[str, Any]) -> _Record:
-    """Return `options` with those of `values` that it has and that the command line did not set."""
-    unset = {name: value for name, value in values.items() if getattr(options, name, 0) in (None, False)}
-    return dataclasses.replace(options, **unset)  # type: ignore[type-var]
-
-
-def train_network(options: TrainOptions, ray: RayOptions, store: FieldsFileOptions) -> int:
+@record
+class TrainCommand(FieldsFileOptions, RayOptions, ConfiguredOptions):
     """Train a segmentation network on a prepared dataset.
 
     Train on patches streamed from DATA, which `voxlane prepare` wrote, and store everything in RUN: config, history,
@@ -160,49 +144,61 @@ def train_network(options: TrainOptions, ray: RayOptions, store: FieldsFileOptio
       voxlane train prepared --run runs/cv --folds all          one run per fold: runs/cv/fold_0, ...
       voxlane train gs://work/kits19 --run gs://work/runs/wide --workers 8 --nodes 2 --address auto
     """
-    from voxlane.train import ranks
-    from voxlane.train.run import Run
-    from voxlane.volume.prepared_dataset import Prepared
 
-    file_values = store.read()
-    if store.config and store.config.endswith(".json"):
-        from voxlane.cli.distmis import translate_distmis
+    config_class: ClassVar[str] = "voxlane.train.config:TrainConfig"
+    presets: ClassVar[str] = "voxlane.train.config:PRESETS"
 
-        file_values, launch = translate_distmis(file_values, store.config)
-        options, ray = fill_unset(options, launch), fill_unset(ray, launch)
-    train = _choose_trainer(ray)
-    config_values, store_config = store.load(options.overrides, file_values)
-    targets = [(options.run, config_values)]
-    if options.folds is not None:
-        folds = _parse_folds(options.folds, Prepared.load(options.data, store_config))
-        targets = [(f"{options.run.rstrip('/')}/fold_{fold}", {**config_values, "fold": fold}) for fold in folds]
-    is_first_rank = ranks.read_rank_info().rank == 0
-    resume_if_exists = options.auto_resume or (options.resume and options.folds is not None)
-    for uri, values in targets:
-        run = Run(uri, store_config)
-        if resume_if_exists and run.is_done:
+    data: Annotated[PathOrUri, ARGUMENT]
+    """URI or folder of the prepared dataset."""
+    run: PathOrUri
+    """URI or folder for the run."""
+    resume: bool = False
+    """Continue exactly from the run's last checkpoint."""
+    auto_resume: bool = False
+    """Start the run, or continue it if it exists; do nothing if it is done. For jobs that are restarted."""
+    folds: Annotated[str | None, Flag(metavar="LIST")] = None
+    """Folds to train, each as a run of its own in RUN/fold_N: all, or numbers such as 0,2."""
+
+    def _run(self) -> None:
+        from voxlane.train import ranks
+        from voxlane.train.run import Run
+        from voxlane.volume.prepared_dataset import Prepared
+
+        file_values, options = self.read(), self
+        if self.config and self.config.endswith(".json"):
+            file_values, launch = translate_distmis(file_values, self.config)
+            options = fill_unset(self, launch)
+        train = _choose_trainer(options)
+        config_values, store_config = self.load(self.overrides, file_values)
+        targets = [(self.run, config_values)]
+        if self.folds is not None:
+            folds = _parse_folds(self.folds, Prepared.load(self.data, store_config))
+            targets = [(f"{self.run.rstrip('/')}/fold_{fold}", {**config_values, "fold": fold}) for fold in folds]
+        is_first_rank = ranks.read_rank_info().rank == 0
+        resume_if_exists = self.auto_resume or (self.resume and self.folds is not None)
+        for uri, values in targets:
+            run = Run(uri, store_config)
+            if resume_if_exists and run.is_done:
+                if is_first_rank:
+                    print(f"run: {uri} (done before)")
+                continue
+            try:
+                report = train(
+                    self.data,
+                    uri,
+                    values,
+                    store_config,
+                    resume=run.exists if resume_if_exists else self.resume,
+                    command=["voxlane", *sys.argv[1:]],
+                    progress=options.progress,
+                )
+            except KeyboardInterrupt:
+                raise KeyboardInterrupt("--resume continues from the last checkpoint") from None
             if is_first_rank:
-                print(f"run: {uri} (done before)")
-            continue
-        try:
-            report = train(
-                options.data,
-                uri,
-                values,
-                store_config,
-                resume=run.exists if resume_if_exists else options.resume,
-                command=["voxlane", *sys.argv[1:]],
-                progress=options.progress,
-            )
-        except KeyboardInterrupt:
-            print("voxlane: interrupted; --resume continues from the last checkpoint", file=sys.stderr)
-            return 130
+                print(_format_timing(report))
+                print(f"run: {uri}")
         if is_first_rank:
-            print(_format_timing(report))
-            print(f"run: {uri}")
-    if is_first_rank:
-        print(f"next: voxlane evaluate {options.run}")
-    return 0
+            print(f"next: voxlane evaluate {self.run}")
 
 
 def _parse_folds(text: str, prepared: Prepared) -> list[int]:
@@ -228,22 +224,152 @@ def _format_timing(report: dict[str, Any]) -> str:
     )
 
 
+# -- tune --------------------------------------------------------------------------------------------------------------
+
+
+@record
+class TuneCommand(StoreFileOptions, ConfiguredOptions):
+    """Search for the best config with many training runs at once.
+
+    Train many configs on DATA, several at once, and find the one with the best mean Dice on held-out cases. SPACE is a
+    config file as for `voxlane train` in which some values are distributions:
+
+      preset: small
+      optimizer:
+        lr: {loguniform: [0.0001, 0.1]}     or uniform: [low, high], quniform: [low, high, step]
+        name: {choice: [sgd, adamw]}
+      base_features: {logint: [4, 32]}      or int: [low, high]
+      tune:
+        trials: 20                          a setting of the search; `voxlane tune --fields` lists them
+        folds: [0, 1]
+
+    Optuna proposes configs, and trials that fall behind are stopped early (ASHA). With `grid: [...]` values, every
+    combination is tried. SPACE may also be a JSON config of DistMIS. Everything is stored in OUT: each trial's run,
+    tune.json, best.yaml, best.json, report.html and TensorBoard events. The search runs on the Ray cluster at
+    --address, or on a local Ray that is started for it.
+
+    Examples:
+      voxlane tune space.yaml prepared --run searches/first
+      voxlane tune space.yaml gs://work/kits19 --run gs://work/searches/a --address auto tune.gpus_per_trial=0.5
+      voxlane tune space.yaml prepared --run searches/first --resume --trials 40
+      voxlane train prepared --run runs/best --config searches/first/best.yaml
+    """
+
+    config_class: ClassVar[str] = "voxlane.tune.space:TuneSection"
+
+    space: Annotated[PathOrUri, ARGUMENT]
+    """YAML, JSON or TOML file of fields and distributions."""
+    data: Annotated[PathOrUri, ARGUMENT]
+    """URI or folder of the prepared dataset."""
+    overrides: Annotated[tuple[str, ...], OVERRIDES] = ()
+    """Fields that replace those of SPACE."""
+    run: Annotated[PathOrUri, Flag(metavar="OUT")]
+    """URI or folder for the search."""
+    resume: bool = False
+    """Continue a search: keep finished trials, and continue the others from their checkpoints."""
+    auto_resume: bool = False
+    """Start the search, or continue it if it exists."""
+    address: Annotated[str | None, Flag(metavar="HOST:PORT")] = None
+    """Address of a running Ray cluster, or auto for the one that this machine belongs to (default: a local Ray)."""
+    trials: int | None = None
+    """Number of trials; the same as tune.trials=N."""
+
+    def _run(self) -> None:
+        from voxlane.tune.progress import format_table
+        from voxlane.tune.runner import search_exists, tune
+
+        values, options = read_file(self.space), self
+        if self.space.endswith(".json"):
+            values, launch = translate_distmis(values, self.space, searching=True)
+            options = fill_unset(self, launch)
+        other_fields, store_config = self.load()
+        if other_fields:
+            name = next(iter(other_fields))
+            raise ConfigError(f"{name}: --config holds only the store part here", fix="Write it into SPACE")
+        apply_overrides(values, self.overrides)
+        if self.trials is not None:
+            apply_overrides(values, [f"tune.trials={self.trials}"])
+        resume = self.resume or (self.auto_resume and search_exists(self.run, store_config))
+        try:
+            with interrupted_by("SIGTERM"):
+                search = tune(
+                    values,
+                    self.data,
+                    self.run,
+                    store_config,
+                    resume=resume,
+                    address=options.address,
+                    command=["voxlane", *sys.argv[1:]],
+                    progress=options.progress,
+                    origin=self.space,
+                )
+        except KeyboardInterrupt:
+            raise KeyboardInterrupt("--resume continues the trials") from None
+        print(format_table(search))
+        best = search.best
+        assert best is not None  # `tune` raises where no trial succeeded
+        out = self.run.rstrip("/")
+        print(f"best: trial {best.id}, dice {best.dice:.4f}: {best.run}")
+        print(f"page: {out}/report.html")
+        print(f"next: voxlane evaluate {best.run}")
+        print(f"      voxlane train {self.data} --run RUN --config {out}/best.yaml")
+
+
+# -- configs of DistMIS, in place of voxlane's own ---------------------------------------------------------------------
+
+
+def translate_distmis(
+    values: dict[str, Any], origin: str, *, searching: bool = False
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the config values of the JSON file `origin`, and options of the command that it sets. Where the file is a
+    config of DistMIS, it is translated, and the translation is printed on stderr."""
+    from voxlane.compat.distmis import is_distmis, translate
+    from voxlane.train import ranks
+
+    if not is_distmis(values):
+        return values, {}
+    translation = translate(values, searching=searching)
+    rank = ranks.read_rank_info()
+    options = translation.options if rank.world_size == 1 else {}  # else a launcher has started the ranks
+    if rank.rank == 0:
+        print(f"{origin}: a config of DistMIS, translated to", file=sys.stderr)
+        print(f"  {_format_overrides(translation.fields)}", file=sys.stderr)
+        if options:
+            print(f"  {' '.join(_format_option(name, value) for name, value in options.items())}", file=sys.stderr)
+        for note in translation.notes:
+            print(f"  note: {note}", file=sys.stderr)
+    return translation.fields, options
+
+
+def _format_overrides(values: dict[str, Any], prefix: str = "") -> str:
+    """Return nested values as the overrides that set them."""
+    from voxlane.pages.formatting import format_value
+
+    parts = []
+    for name, value in values.items():
+        if isinstance(value, dict) and not (len(value) == 1 and isinstance(next(iter(value.values())), list)):
+            parts.append(_format_overrides(value, f"{prefix}{name}."))
+        else:
+            parts.append(f"{prefix}{name}={format_value(value)}")
+    return " ".join(parts)
+
+
+def _format_option(name: str, value: Any) -> str:
+    flag = f"--{name.replace('_', '-')}"
+    return flag if value is True else f"{flag} {value:g}" if isinstance(value, float) else f"{flag} {value}"
+
+
+def fill_unset(options: _Record, values: dict[str, Any]) -> _Record:
+    """Return `options` with those of `values` that it has and that the command line did not set."""
+    unset = {name: value for name, value in values.items() if getattr(options, name, 0) in (None, False)}
+    return dataclasses.replace(options, **unset)  # type: ignore[type-var]
+
+
 # -- evaluate ----------------------------------------------------------------------------------------------------------
 
 
 @record
-class EvaluateOptions(ConfiguredOptions):
-    """Options of `voxlane evaluate`."""
-
-    config_class: ClassVar[str] = "voxlane.train.evaluate:EvaluateConfig"
-
-    runs: Annotated[tuple[PathOrUri, ...], Flag(positional=True, metavar="RUN")]
-    """URI or folder of the run, or of the runs of several folds."""
-    out: Annotated[PathOrUri | None, Flag("-o")] = None
-    """URI or folder for the results (default: the run's own)."""
-
-
-def evaluate_runs(options: EvaluateOptions, store: FieldsFileOptions) -> int:
+class EvaluateCommand(FieldsFileOptions, ConfiguredOptions):
     """Score a run on the cases it did not train on.
 
     Predict the held-out cases of RUN with Gaussian-weighted sliding windows and score them against their labels, in
@@ -256,40 +382,35 @@ def evaluate_runs(options: EvaluateOptions, store: FieldsFileOptions) -> int:
       voxlane evaluate runs/cv predict.mirror=true
       voxlane evaluate runs/first space=prepared masks=false
     """
-    from voxlane.train.evaluate import EvaluateConfig, evaluate, format_table
-    from voxlane.train.run import Run, TrainedRun, find_runs
 
-    uris = options.runs
-    values, store_config = store.load(options.overrides)
-    config = build(EvaluateConfig, values)
-    runs = [run for uri in uris for run in find_runs(uri, store_config)]
-    out = Run(options.out or uris[0], store_config)
-    result = evaluate(runs, out, config, progress=options.progress)
-    print(format_table(result, TrainedRun.load(runs[0]).description))
-    print(f"cases, masks and overlays: {result.folder_uri}")
-    if out.exists or options.out is None:
-        print(f"next: voxlane report {options.out or uris[0]}")
-    return 0
+    config_class: ClassVar[str] = "voxlane.train.evaluate:EvaluateConfig"
+
+    runs: Annotated[tuple[PathOrUri, ...], Flag(positional=True, metavar="RUN")]
+    """URI or folder of the run, or of the runs of several folds."""
+    out: Annotated[PathOrUri | None, Flag("-o")] = None
+    """URI or folder for the results (default: the run's own)."""
+
+    def _run(self) -> None:
+        from voxlane.train.evaluate import EvaluateConfig, evaluate, format_table
+        from voxlane.train.run import Run, TrainedRun, find_runs
+
+        uris = self.runs
+        values, store_config = self.load(self.overrides)
+        config = build(EvaluateConfig, values)
+        runs = [run for uri in uris for run in find_runs(uri, store_config)]
+        out = Run(self.out or uris[0], store_config)
+        result = evaluate(runs, out, config, progress=self.progress)
+        print(format_table(result, TrainedRun.load(runs[0]).description))
+        print(f"cases, masks and overlays: {result.folder_uri}")
+        if out.exists or self.out is None:
+            print(f"next: voxlane report {self.out or uris[0]}")
 
 
 # -- predict -----------------------------------------------------------------------------------------------------------
 
 
 @record
-class PredictOptions(ConfiguredOptions):
-    """Options of `voxlane predict`."""
-
-    config_class: ClassVar[str] = "voxlane.train.predictor:PredictConfig"
-
-    run: Annotated[PathOrUri, ARGUMENT]
-    """URI or folder of the run, or of the runs of all folds."""
-    scans: Annotated[tuple[PathOrUri, ...], Flag(positional=True, metavar="SCAN")]
-    """Scans to segment."""
-    out: Annotated[PathOrUri, Flag("-o")]
-    """URI or folder for the masks."""
-
-
-def predict_scans(options: PredictOptions, store: FieldsFileOptions) -> int:
+class PredictCommand(FieldsFileOptions, ConfiguredOptions):
     """Segment new scans.
 
     Segment scans with RUN's network, or with those of all its folds together, and write each mask as NIfTI in the
@@ -301,52 +422,106 @@ def predict_scans(options: PredictOptions, store: FieldsFileOptions) -> int:
       voxlane predict gs://work/runs/cv dicom/patient1 -o gs://work/masks mirror=true
       voxlane predict runs/brats flair.nii.gz,t1.nii.gz,t1ce.nii.gz,t2.nii.gz -o masks
     """
-    from voxlane.train.predictor import PredictConfig, Predictor, plan_predictions, predict
-    from voxlane.train.run import find_runs
 
-    values, store_config = store.load(options.overrides)
-    config = build(PredictConfig, values)
-    jobs = plan_predictions(options.scans, options.out)
-    predictor = Predictor.load(find_runs(options.run, store_config), config)
-    failed = 0
-    for job in jobs:
-        try:
-            result = predict(predictor, job, store_config, progress=options.progress)
-        except (ScanError, NotFoundError) as error:
-            if len(jobs) == 1 or isinstance(error, BucketNotFoundError):
-                raise
-            # One bad scan of many must not cost the others their masks.
-            print(f"voxlane: {error}", file=sys.stderr)
-            failed += 1
-            continue
-        volumes = ", ".join(f"{name} {ml:.1f} ml" for name, ml in result.volumes_ml.items())
-        print(f"{result.mask}  {volumes}  ({result.seconds:.1f} s)", flush=True)
-    if failed:
-        raise ScanError(f"{failed} of {len(jobs)} scans could not be segmented")
-    return 0
+    config_class: ClassVar[str] = "voxlane.train.predictor:PredictConfig"
+
+    run: Annotated[PathOrUri, ARGUMENT]
+    """URI or folder of the run, or of the runs of all folds."""
+    scans: Annotated[tuple[PathOrUri, ...], Flag(positional=True, metavar="SCAN")]
+    """Scans to segment."""
+    out: Annotated[PathOrUri, Flag("-o")]
+    """URI or folder for the masks."""
+
+    def _run(self) -> None:
+        from voxlane.train.predictor import PredictConfig, Predictor, plan_predictions, predict
+        from voxlane.train.run import find_runs
+
+        values, store_config = self.load(self.overrides)
+        config = build(PredictConfig, values)
+        jobs = plan_predictions(self.scans, self.out)
+        predictor = Predictor.load(find_runs(self.run, store_config), config)
+        failed = 0
+        for job in jobs:
+            try:
+                result = predict(predictor, job, store_config, progress=self.progress)
+            except (ScanError, NotFoundError) as error:
+                if len(jobs) == 1 or isinstance(error, BucketNotFoundError):
+                    raise
+                # One bad scan of many must not cost the others their masks.
+                print(f"voxlane: {error}", file=sys.stderr)
+                failed += 1
+                continue
+            volumes = ", ".join(f"{name} {ml:.1f} ml" for name, ml in result.volumes_ml.items())
+            print(f"{result.mask}  {volumes}  ({result.seconds:.1f} s)", flush=True)
+        if failed:
+            raise ScanError(f"{failed} of {len(jobs)} scans could not be segmented")
 
 
 # -- report ------------------------------------------------------------------------------------------------------------
 
 
 @record
-class ReportOptions:
-    """Options of `voxlane report`."""
-
-    run: Annotated[PathOrUri, ARGUMENT]
-    """URI or folder of the run, or of a search."""
-
-
-def write_report(options: ReportOptions, store: StoreFileOptions) -> int:
+class ReportCommand(StoreFileOptions):
     """Write one page about a run: curves, scores, overlays, timing.
 
     Write RUN/report.html, one self-contained page: dataset and model, curves, accuracy by class and case, overlays of
     the worst cases, how the time was spent, and the exact command and config. For a search (voxlane tune), even while
     it is running: the best trial, every trial with its fields, which fields matter, and when and where each trial ran.
     """
-    from voxlane.train.report import report
-    from voxlane.tune.report import report as report_search
 
-    config = store.store_config()
-    print(report_search(options.run, config) or report(options.run, config))
-    return 0
+    run: Annotated[PathOrUri, ARGUMENT]
+    """URI or folder of the run, or of a search."""
+
+    def _run(self) -> None:
+        from voxlane.train.report import report
+        from voxlane.tune.report import report as report_search
+
+        config = self.store_config()
+        print(report_search(self.run, config) or report(self.run, config))
+
+
+# -- tensorboard -------------------------------------------------------------------------------------------------------
+
+
+@record
+class TensorboardCommand(StoreOptions):
+    """Show a run in TensorBoard.
+
+    Show the run's curves, and its validation cases as rows of ground truth, scan and prediction. The event files are
+    copied from the bucket to a temporary folder as they grow. TensorBoard listens only on this machine's loopback
+    address; Ctrl-C ends it.
+
+    Examples:
+      voxlane tensorboard gs://work/runs/a
+      voxlane tensorboard s3://work/search --port 7000
+    """
+
+    uri: Annotated[PathOrUri, Flag(positional=True, metavar="RUN")]
+    """URI or folder of a run, of a search with all its trials, or of many runs."""
+    port: Annotated[int, pydantic.Field(ge=0, le=65535)] = 6006
+    """First port to try; 0 picks a free one."""
+    every: Annotated[float, pydantic.Field(ge=1, le=3600), Flag(metavar="SECONDS")] = 10.0
+    """Seconds between reads of the bucket."""
+    no_open: bool = False
+    """Do not open a browser."""
+    wait: bool = False
+    """Wait for a run that does not exist yet."""
+
+    def _run(self) -> None:
+        from voxlane.train.tensorboard import serve
+
+        def ready(url: str) -> None:
+            print(f"TensorBoard of {self.uri}: {url}", flush=True)
+            if not self.no_open:
+                open_in_browser(url)
+
+        with interrupted_by("SIGTERM"), contextlib.suppress(KeyboardInterrupt):  # Ctrl-C is the normal end
+            serve(
+                self.uri,
+                self.store_config(),
+                port=self.port,
+                every_s=self.every,
+                print_line=print_note,
+                ready=ready,
+                wait=self.wait,
+            )

@@ -10,11 +10,13 @@ import shutil
 import sys
 import time
 from collections.abc import Collection, Sequence
+from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import pydantic
 
 from voxlane.cli.config_options import StoreFileOptions, StoreOptions
+from voxlane.cli.segmentation import TrainCommand
 from voxlane.cluster import commands as parallel
 from voxlane.cluster.slurm import jobs as slurm
 from voxlane.cluster.slurm.jobs import JobStatus
@@ -23,7 +25,6 @@ from voxlane.errors import ClusterError, ConfigError, VoxlaneError
 from voxlane.settings import REMAINDER, Flag, build, iterate_fields, record, suggest_field
 
 if TYPE_CHECKING:
-    from voxlane.cli.flags import Invocation
     from voxlane.store import StoreConfig
 
 _POLL_S = 1.0
@@ -58,8 +59,8 @@ rank per GPU (or node), and tune runs its trials on all nodes. Local paths must 
 
 
 @record
-class RenderOptions(JobOptions):
-    """Options of `voxlane slurm render`."""
+class SlurmRenderCommand(JobOptions):
+    """Print the batch script of a voxlane command's job."""
 
     launcher: Literal["ray", "torchrun"] | None = None
     """Launcher of the ranks on several nodes (default: ray)."""
@@ -68,129 +69,112 @@ class RenderOptions(JobOptions):
     command: Annotated[tuple[str, ...], REMAINDER]
     """The voxlane command to run."""
 
+    def _run(self) -> int:
+        sys.stdout.write(render_script(self._make_job()[0]))
+        return 0
+
+    def _make_job(self) -> tuple[SlurmJob, Any]:
+        """Return the job that the options describe, and the command that it runs."""
+        from voxlane.cli.flags import paths_of
+        from voxlane.cli.main import parse
+
+        words = list(self.command)
+        if words[:1] == ["voxlane"]:
+            words = words[1:]
+        if words[:1] in (["slurm"], ["emulator"]):
+            raise ConfigError(f"`voxlane {words[0]}` cannot run as a job")
+        command = parse(words)  # a mistake ends the command now, and not hours later in the job
+        name = parallel.command_name(words)
+        _check_field_names(name, command)
+        if self.stage and name not in ("train", "tune"):
+            raise ConfigError(f"--stage: `voxlane {name}` has no prepared dataset to copy")
+        job_values = {
+            **{field.name: getattr(self, field.name) for field in dataclasses.fields(JobOptions)},
+            "command": make_absolute(words, paths_of(command)),
+            "launcher": self.launcher or parallel.default_launcher(words, self.nodes),
+            "output": os.path.abspath(self.output),
+            "run": _absolute_path(getattr(command, "run", None) or ""),
+            "stage": _absolute_path(command.data) if self.stage else None,
+        }
+        return build(SlurmJob, job_values), command
+
 
 @record
-class SubmitOptions(RenderOptions):
-    """Options of `voxlane slurm submit`."""
+class SlurmSubmitCommand(SlurmRenderCommand):
+    """Submit a voxlane command as a job."""
 
     follow: bool = False
     """Print the job's log until it ends, and exit with its status."""
     no_check: bool = False
     """Do not check the dataset and config before submitting."""
 
-
-def render_job(options: RenderOptions) -> int:
-    """Print the batch script of a voxlane command's job."""
-    job, _ = _make_job(options)
-    sys.stdout.write(render_script(job))
-    return 0
-
-
-def submit_job(options: SubmitOptions) -> int:
-    """Submit a voxlane command as a job."""
-    job, invocation = _make_job(options)
-    if not options.no_check:
-        _check_training(job, invocation)
-    submitted = slurm.submit(job)
-    number = submitted.id
-    print(f"job {number}: {submitted.name}, {job.nodes} node{'s' * (job.nodes > 1)}, log {submitted.log}")
-    if options.follow:
-        return _follow_log(number)
-    print(f"next: voxlane slurm status {number}; voxlane slurm logs -f {number}; voxlane slurm cancel {number}")
-    return 0
+    def _run(self) -> int:
+        job, command = self._make_job()
+        if not self.no_check and isinstance(command, TrainCommand):
+            _check_training(job, command)
+        submitted = slurm.submit(job)
+        number = submitted.id
+        print(f"job {number}: {submitted.name}, {job.nodes} node{'s' * (job.nodes > 1)}, log {submitted.log}")
+        if self.follow:
+            return _follow_log(number)
+        print(f"next: voxlane slurm status {number}; voxlane slurm logs -f {number}; voxlane slurm cancel {number}")
+        return 0
 
 
-render_job.__doc__ = f"{render_job.__doc__}\n{_DETAILS}"
-submit_job.__doc__ = f"{submit_job.__doc__}\n{_DETAILS}"
+SlurmRenderCommand.__doc__ = f"{SlurmRenderCommand.__doc__}\n{_DETAILS}"
+SlurmSubmitCommand.__doc__ = f"{SlurmSubmitCommand.__doc__}\n{_DETAILS}"
 
 
-def _make_job(options: RenderOptions) -> tuple[SlurmJob, Invocation]:
-    """Return the job that the options describe, and the command that it runs."""
-    from voxlane.cli.main import parse
-
-    words = list(options.command)
-    if words[:1] == ["voxlane"]:
-        words = words[1:]
-    if words[:1] in (["slurm"], ["emulator"]):
-        raise ConfigError(f"`voxlane {words[0]}` cannot run as a job")
-    invocation = parse(words)  # a mistake ends the command now, and not hours later in the job
-    _check_field_names(invocation)
-    data = _dataset_of(invocation)
-    if options.stage and not data:
-        raise ConfigError(f"--stage: `voxlane {parallel.command_name(words)}` has no prepared dataset to copy")
-    resources = {field.name: getattr(options, field.name) for field in dataclasses.fields(JobOptions)}
-    job_values = {
-        **resources,
-        "command": make_absolute(words, invocation.paths),
-        "launcher": options.launcher or parallel.default_launcher(words, options.nodes),
-        "output": os.path.abspath(options.output),
-        "run": _absolute_path(invocation.get("run") or ""),
-        "stage": _absolute_path(data) if options.stage else None,
-    }
-    return build(SlurmJob, job_values), invocation
-
-
-def _check_field_names(invocation: Invocation) -> None:
+def _check_field_names(command_name: str, command: Any) -> None:
     """Raise ConfigError for a field=value whose field the command does not have."""
-    overrides = invocation.get("overrides")
+    overrides = getattr(command, "overrides", None)
     if not overrides:
         return
-    from voxlane.cli.main import load_object
     from voxlane.store import StoreConfig
     from voxlane.train.config import TrainConfig
 
     shared = iterate_fields(StoreConfig, "store.")
-    if invocation.name == "tune":  # SPACE holds the fields of train, and perhaps a record of them as a distribution
+    if command_name == "tune":  # SPACE holds the fields of train, and perhaps a record of them as a distribution
         shared = iterate_fields(TrainConfig)
         overrides = [re.sub(r"\.(choice|grid)=", "=", override) for override in overrides]
-    own = iterate_fields(load_object(invocation.get("config_class")))
+    own = iterate_fields(resolve_name(command.config_class))
     fields = [name for name, _, _ in itertools.chain(own, shared)]
     for name in (override.partition("=")[0] for override in overrides):
         if not any(f"{field}.".startswith(f"{name}.") or name.startswith(f"{field}.") for field in fields):
             nearest = suggest_field(name, fields)
-            fix = f"Did you mean {nearest}?" if nearest else f"`voxlane {invocation.name} --fields` lists them"
-            raise ConfigError(f"{name}: `voxlane {invocation.name}` has no such field", fix=fix)
-
-
-def _dataset_of(invocation: Invocation) -> str:
-    """Return the prepared dataset of train and tune; empty for the others."""
-    return str(invocation.get("data")) if invocation.name in ("train", "tune") else ""
+            fix = f"Did you mean {nearest}?" if nearest else f"`voxlane {command_name} --fields` lists them"
+            raise ConfigError(f"{name}: `voxlane {command_name}` has no such field", fix=fix)
 
 
 def make_absolute(words: Sequence[str], paths: Collection[str]) -> list[str]:
     """Return the command with its local paths made absolute, because the job may have another working folder."""
-    result = []
-    for word in words:
-        option, equals, value = word.partition("=")
-        if word in paths:
-            result.append(_absolute_path(word))
-        elif option.startswith("--") and equals and value in paths:
-            result.append(f"{option}={_absolute_path(value)}")
-        else:
-            result.append(word)
-    return result
+
+    def make_word_absolute(word: str) -> str:
+        option, _, value = word.partition("=")
+        if word not in paths and option.startswith("--") and value in paths:
+            return f"{option}={_absolute_path(value)}"
+        return _absolute_path(word) if word in paths else word
+
+    return list(map(make_word_absolute, words))
 
 
 def _absolute_path(path: str) -> str:
     return path if not path or "://" in path else os.path.abspath(path)
 
 
-def _check_training(job: SlurmJob, invocation: Invocation) -> None:
+def _check_training(job: SlurmJob, command: TrainCommand) -> None:
     """Raise the errors of a training now that its job would raise after its time in the queue."""
-    if invocation.name != "train":
-        return
     from voxlane.train.run import Run
     from voxlane.train.run_setup import check_config
     from voxlane.volume.prepared_dataset import Prepared
 
-    values, store = invocation.records["store"].load(invocation.get("overrides"))
-    run = Run(invocation.get("run"), store)
-    exists = invocation.get("folds") is None and run.exists
-    if exists and not (invocation.get("resume") or invocation.get("auto_resume")):
+    values, store = command.load(command.overrides)
+    run = Run(command.run, store)
+    exists = command.folds is None and run.exists
+    if exists and not (command.resume or command.auto_resume):
         raise run.already_exists_error()
     if not exists:
-        workers = invocation.get("workers") or job.nodes * job.per_node
-        check_config(Prepared.load(_dataset_of(invocation), store), values, workers)
+        check_config(Prepared.load(command.data, store), values, command.workers or job.nodes * job.per_node)
 
 
 # -- status, logs, cancel ----------------------------------------------------------------------------------------------
@@ -199,30 +183,27 @@ JobNumber = Annotated[int, pydantic.Field(gt=0, lt=1 << 32)]
 
 
 @record
-class StatusOptions:
-    """Options of `voxlane slurm status`."""
+class SlurmStatusCommand:
+    """Show your jobs: state, reason for waiting, progress."""
 
     jobs: Annotated[tuple[JobNumber, ...], Flag(positional=True, metavar="JOB")] = ()
     """Number of a job (default: all your jobs)."""
 
-
-def print_status(options: StatusOptions) -> int:
-    """Show your jobs: state, reason for waiting, progress."""
-    listed = slurm.list_jobs(options.jobs)
-    if not options.jobs:
-        listed = [job for job in listed if job.voxlane_command is not None]
-        if not listed:
-            print("no jobs of yours that voxlane submitted are known to SLURM")
-            return 0
-    by_id = {job.id: job for job in listed}
-    for number in options.jobs or [job.id for job in listed]:
-        if number in by_id:
-            print("\n".join(format_job(by_id[number], _read_progress(by_id[number]))))
-        elif (submitted := slurm.read_record(number)) is not None:
-            print(f"{number}  {submitted.name}  ended; SLURM has forgotten it\n    log: {submitted.log}")
-        else:
-            raise slurm.unknown_job_error(number)
-    return 0
+    def _run(self) -> None:
+        listed = slurm.list_jobs(self.jobs)
+        if not self.jobs:
+            listed = [job for job in listed if job.voxlane_command is not None]
+            if not listed:
+                print("SLURM knows no jobs of yours that voxlane submitted")
+                return
+        by_id = {job.id: job for job in listed}
+        for number in self.jobs or [job.id for job in listed]:
+            if number in by_id:
+                print("\n".join(format_job(by_id[number], _read_progress(by_id[number]))))
+            elif (submitted := slurm.read_record(number)) is not None:
+                print(f"{number}  {submitted.name}  ended; SLURM has forgotten it\n    log: {submitted.log}")
+            else:
+                raise slurm.unknown_job_error(number)
 
 
 def format_job(job: JobStatus, progress: str) -> list[str]:
@@ -260,11 +241,10 @@ def store_of(command: Sequence[str]) -> StoreConfig:
     """Return how a command reaches its buckets."""
     from voxlane.cli.main import parse
 
-    invocation = parse(command)
-    options: StoreOptions = invocation.records["store"]
+    options: StoreOptions = parse(command)
     if not isinstance(options, StoreFileOptions):  # a benchmark: no overrides of its store
         return options.store_config()
-    return options.load([word for word in invocation.get("overrides", ()) if word.startswith("store.")])[1]
+    return options.load([word for word in getattr(options, "overrides", ()) if word.startswith("store.")])[1]
 
 
 def describe_training(facts: Any, history: Any) -> str:
@@ -292,25 +272,23 @@ def describe_search(search: Any) -> str:
 
 
 @record
-class JobLogsOptions:
-    """Options of `voxlane slurm logs`."""
+class SlurmLogsCommand:
+    """Print the log of a job."""
 
     job: Annotated[JobNumber, Flag(positional=True)]
     """Job number."""
     follow: Annotated[bool, Flag("-f")] = False
     """Print new lines until the job ends."""
 
-
-def print_logs(options: JobLogsOptions) -> int:
-    """Print the log of a job."""
-    if options.follow:
-        return _follow_log(options.job)
-    path = slurm.find_log(options.job)
-    if not os.path.exists(path):
-        raise ClusterError(f"job {options.job} has written no log yet", uri=path, fix="--follow waits for it")
-    with open(path, encoding="utf-8", errors="replace") as file:
-        shutil.copyfileobj(file, sys.stdout)
-    return 0
+    def _run(self) -> int:
+        if self.follow:
+            return _follow_log(self.job)
+        path = slurm.find_log(self.job)
+        if not os.path.exists(path):
+            raise ClusterError(f"job {self.job} has written no log yet", uri=path, fix="--follow waits for it")
+        with open(path, encoding="utf-8", errors="replace") as file:
+            shutil.copyfileobj(file, sys.stdout)
+        return 0
 
 
 def _follow_log(number: int) -> int:
@@ -337,22 +315,19 @@ def _follow_log(number: int) -> int:
 
 
 @record
-class CancelOptions:
-    """Options of `voxlane slurm cancel`."""
+class SlurmCancelCommand:
+    """Cancel jobs; their checkpoints and results stay."""
 
     jobs: Annotated[tuple[JobNumber, ...], Flag(positional=True, metavar="JOB")]
     """Job numbers."""
 
-
-def cancel_jobs(options: CancelOptions) -> int:
-    """Cancel jobs; their checkpoints and results stay."""
-    by_id = {job.id: job for job in slurm.list_jobs(options.jobs)}
-    for number in options.jobs:
-        if number not in by_id:
-            raise slurm.unknown_job_error(number)
-        if by_id[number].has_ended:
-            print(f"job {number} had ended: {by_id[number].state}")
-            continue
-        slurm.cancel(number)
-        print(f"job {number}: cancelled; what it saved is kept, and submitting it again with --resume goes on")
-    return 0
+    def _run(self) -> None:
+        by_id = {job.id: job for job in slurm.list_jobs(self.jobs)}
+        for number in self.jobs:
+            if number not in by_id:
+                raise slurm.unknown_job_error(number)
+            if by_id[number].has_ended:
+                print(f"job {number} had ended: {by_id[number].state}")
+                continue
+            slurm.cancel(number)
+            print(f"job {number}: cancelled; its results stay, and submitting it again with --resume continues it")

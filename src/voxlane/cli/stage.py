@@ -6,6 +6,7 @@ import os
 import socket
 import sys
 from collections.abc import Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from voxlane.cli.config_options import StoreFileOptions
@@ -14,15 +15,42 @@ from voxlane.settings import ARGUMENT, Flag, PathOrUri, record
 from voxlane.sizes import format_bytes, parse_bytes
 
 if TYPE_CHECKING:
-    from voxlane.store import StoreConfig
-    from voxlane.store.staging import StagingProgress, StagingReport
+    from voxlane.store.staging import StagingProgress
 
 _ALL = "all"
 
 
 @record
-class StageOptions:
-    """Options of `voxlane stage`."""
+class StageNodesOptions:
+    """Options of `voxlane stage` on SLURM nodes."""
+
+    flag_group: ClassVar[str] = "On SLURM nodes, by srun"
+
+    nodes: Annotated[str | None, Flag(metavar="[N]", bare_value=_ALL)] = None
+    """Copy on every node of the current allocation, or on N nodes. Give this flag last."""
+    nodelist: Annotated[str | None, Flag(metavar="NODES")] = None
+    """Copy on these nodes, such as 'gpu[1-4]'."""
+
+
+@record
+class StageCommand(StoreFileOptions, StageNodesOptions):
+    """Copy a dataset to this machine's own disk.
+
+    Copy the objects below SOURCE to FOLDER/datasets/NAME, in parallel and with checksums. Objects that are already
+    there are not copied again unless they changed. Objects that two sources share are stored once.
+
+    For a prepared dataset, only the objects that training reads are copied. Training with loader.staged=FOLDER reads
+    them from there, and everything else from SOURCE.
+
+    Examples:
+      voxlane stage gs://work/kits19 /scratch/voxlane
+      voxlane train gs://work/kits19 --run gs://work/runs/a loader.staged=/scratch/voxlane
+      voxlane stage s3://scans/raw /scratch/voxlane --capacity 200Gi --name raw
+      voxlane stage gs://work/kits19 /scratch/voxlane --nodes         on every node of this SLURM allocation
+      voxlane stage gs://work/kits19 /scratch/voxlane --nodelist 'gpu[1-4]'
+      voxlane stage --list /scratch/voxlane
+      voxlane stage gs://work/kits19 /scratch/voxlane --remove
+    """
 
     source: Annotated[PathOrUri | None, ARGUMENT] = None
     """URI or folder of the objects to copy."""
@@ -48,108 +76,69 @@ class StageOptions:
         """Largest size that may be copied, in bytes."""
         return None if self.capacity is None else parse_bytes(self.capacity, name="--capacity")
 
+    def _run(self) -> None:
+        if self.list_folder is not None:
+            if self.source is not None:
+                raise ConfigError("--list takes a folder and copies nothing", fix="Leave out SOURCE and FOLDER")
+            _list_copies(self.list_folder)
+            return
+        if self.source is None or self.folder is None:
+            missing = "SOURCE" if self.source is None else "FOLDER"
+            raise UsageError(f"voxlane stage: missing {missing}", fix="See: voxlane stage --help")
+        _ = self.capacity_bytes  # a wrong --capacity fails before anything is done
+        if self.nodes is not None or self.nodelist is not None:
+            _stage_on_nodes(srun_words(self, os.environ))
+        elif self.remove:
+            _remove_copies(self.source, self.folder, self.name)
+        else:
+            self._stage_here(self.source, self.folder)
 
-@record
-class StageNodesOptions:
-    """Options of `voxlane stage` on SLURM nodes."""
+    def _stage_here(self, source: str, folder: str) -> None:
+        from tqdm import tqdm
 
-    flag_group: ClassVar[str] = "On SLURM nodes, by srun"
+        from voxlane.store import staging
+        from voxlane.volume import staged_dataset
+        from voxlane.volume.prepared_dataset import Prepared
 
-    nodes: Annotated[str | None, Flag(metavar="[N]", bare_value=_ALL)] = None
-    """Copy on every node of the current allocation, or on N nodes. Give this flag last."""
-    nodelist: Annotated[str | None, Flag(metavar="NODES")] = None
-    """Copy on these nodes, such as 'gpu[1-4]'."""
+        titles = {"waiting": "waiting for another process", "checking": "checking existing copies"}
 
+        def show(progress: StagingProgress) -> None:
+            bar.total = progress.total_bytes
+            bar.set_description_str(titles.get(progress.activity, progress.activity), refresh=False)
+            bar.set_postfix_str(f"{progress.objects}/{progress.total_objects} objects", refresh=False)
+            bar.update(progress.bytes - bar.n)
+            bar.refresh()
 
-def stage_dataset(options: StageOptions, nodes: StageNodesOptions, store: StoreFileOptions) -> int:
-    """Copy a dataset to this machine's own disk.
-
-    Copy the objects below SOURCE to FOLDER/datasets/NAME, in parallel and with checksums. Objects that are already
-    there are not copied again unless they changed. Objects that two sources share are stored once.
-
-    For a prepared dataset, only the objects that training reads are copied. Training with loader.staged=FOLDER reads
-    them from there, and everything else from SOURCE.
-
-    Examples:
-      voxlane stage gs://work/kits19 /scratch/voxlane
-      voxlane train gs://work/kits19 --run gs://work/runs/a loader.staged=/scratch/voxlane
-      voxlane stage s3://scans/raw /scratch/voxlane --capacity 200Gi --name raw
-      voxlane stage gs://work/kits19 /scratch/voxlane --nodes         on every node of this SLURM allocation
-      voxlane stage gs://work/kits19 /scratch/voxlane --nodelist 'gpu[1-4]'
-      voxlane stage --list /scratch/voxlane
-      voxlane stage gs://work/kits19 /scratch/voxlane --remove
-    """
-    if options.list_folder is not None:
-        if options.source is not None:
-            raise ConfigError("--list takes a folder and copies nothing", fix="Leave out SOURCE and FOLDER")
-        return _list_copies(options.list_folder)
-    if options.source is None or options.folder is None:
-        missing = "SOURCE" if options.source is None else "FOLDER"
-        raise UsageError(f"voxlane stage: missing {missing}", fix="See: voxlane stage --help")
-    _ = options.capacity_bytes  # a wrong --capacity fails before anything is done
-    if nodes.nodes is not None or nodes.nodelist is not None:
-        return _stage_on_nodes(srun_words(options, nodes, store, os.environ))
-    if options.remove:
-        return _remove_copies(options.source, options.folder, options.name)
-    return _stage_here(options, options.source, options.folder, store.store_config())
+        capacity_bytes, config = self.capacity_bytes, self.store_config()
+        stage: Any = partial(staging.stage, source, config=config)
+        if is_prepared := staged_dataset.is_prepared(source, config):
+            stage = partial(staged_dataset.stage, Prepared.load(source, config))
+        # The bar appears with the first report, on a terminal only.
+        is_hidden = True if self.no_progress else None
+        try:
+            with tqdm(unit="B", unit_scale=True, unit_divisor=1024, leave=False, delay=1e-3, disable=is_hidden) as bar:
+                report = stage(folder, name=self.name, capacity_bytes=capacity_bytes, verify=self.verify, progress=show)
+        except NoRoomError as error:
+            if not self.if_room:
+                raise
+            lacking = f"{format_bytes(error.lacking_bytes)} too little room"
+            print(f"{_hostname()}: {folder}: {lacking}; it will be read from {source}")
+            return
+        rate = format_bytes(int(report.copied_bytes / max(report.seconds, 1e-3)))
+        copied = f"copied {report.copied}, {format_bytes(report.copied_bytes)} in {report.seconds:.0f} s ({rate}/s)"
+        changes = [copied] if report.copied else []
+        changes += [f"{report.shared} from other copies here"] if report.shared else []
+        changes += [f"removed {report.removed} that changed or are gone from the source"] if report.removed else []
+        objects = f"{report.objects} object{'s' * (report.objects != 1)}, {format_bytes(report.total_bytes)}"
+        location = folder if is_prepared else report.folder  # as loader.staged takes it, or where the objects are
+        print(f"{_hostname()}: {objects} in {location}; {', '.join(changes) or 'all were there'}")
 
 
 def _hostname() -> str:
     return socket.gethostname().split(".")[0]
 
 
-def _stage_here(options: StageOptions, source: str, folder: str, store: StoreConfig) -> int:
-    from tqdm import tqdm
-
-    # The bar appears with the first report, on a terminal only.
-    is_hidden = True if options.no_progress else None
-    try:
-        with tqdm(unit="B", unit_scale=True, unit_divisor=1024, leave=False, delay=1e-3, disable=is_hidden) as bar:
-            report, location = _copy(options, source, folder, store, bar)
-    except NoRoomError as error:
-        if not options.if_room:
-            raise
-        lacking = f"{format_bytes(error.lacking_bytes)} too little room"
-        print(f"{_hostname()}: {folder}: {lacking}; it will be read from {source}")
-        return 0
-    rate = format_bytes(int(report.copied_bytes / max(report.seconds, 1e-3)))
-    copied = f"copied {report.copied}, {format_bytes(report.copied_bytes)} in {report.seconds:.0f} s ({rate}/s)"
-    changes = [copied] if report.copied else []
-    changes += [f"{report.shared} from other copies here"] if report.shared else []
-    changes += [f"removed {report.removed} that the source has no longer or otherwise"] if report.removed else []
-    objects = f"{report.objects} object{'s' * (report.objects != 1)}, {format_bytes(report.total_bytes)}"
-    print(f"{_hostname()}: {objects} in {location}; {', '.join(changes) or 'all were there'}")
-    return 0
-
-
-def _copy(options: StageOptions, source: str, folder: str, store: StoreConfig, bar: Any) -> tuple[StagingReport, str]:
-    """Copy, and return the report with the folder that loader.staged takes, or that of the objects."""
-    from voxlane.store import staging
-    from voxlane.volume import staged_dataset
-    from voxlane.volume.prepared_dataset import Prepared
-
-    titles = {"waiting": "waiting for another process", "checking": "checking existing copies", "copying": "copying"}
-
-    def show(progress: StagingProgress) -> None:
-        bar.total = progress.total_bytes
-        bar.set_description_str(titles[progress.activity], refresh=False)
-        bar.set_postfix_str(f"{progress.objects}/{progress.total_objects} objects", refresh=False)
-        bar.update(progress.bytes - bar.n)
-        bar.refresh()
-
-    arguments: dict[str, Any] = {
-        "name": options.name,
-        "capacity_bytes": options.capacity_bytes,
-        "verify": options.verify,
-        "progress": show,
-    }
-    if staged_dataset.is_prepared(source, store):
-        return staged_dataset.stage(Prepared.load(source, store), folder, **arguments), folder
-    report = staging.stage(source, folder, config=store, **arguments)
-    return report, report.folder
-
-
-def _remove_copies(source: str, folder: str, name: str | None) -> int:
+def _remove_copies(source: str, folder: str, name: str | None) -> None:
     from voxlane.store import staging
     from voxlane.store.staging.sources import normalize_source
 
@@ -158,66 +147,67 @@ def _remove_copies(source: str, folder: str, name: str | None) -> int:
     freed = sum(staging.remove(folder, copy.name) for copy in copies)
     result = f"removed from {folder}, {format_bytes(freed)} free" if copies else f"nothing of it was in {folder}"
     print(f"{_hostname()}: {result}")
-    return 0
 
 
-def _list_copies(folder: str) -> int:
+def _list_copies(folder: str) -> None:
     from voxlane.store.staging import list_copies
 
     if not os.path.isdir(os.path.expanduser(folder)):
         raise CacheError("no such folder", uri=folder, fix="Check its spelling")
     rows = [("NAME", "OBJECTS", "SIZE", "LAST USED", "SOURCE")]
     for copy in list_copies(folder):
-        size = format_bytes(copy.bytes) + ("" if copy.complete else " (not whole)")
+        size = format_bytes(copy.bytes) + ("" if copy.complete else " (incomplete)")
         last_used = copy.last_used.astimezone().strftime("%Y-%m-%d %H:%M")
         rows.append((copy.name, f"{copy.objects:,}", size, last_used, copy.source or "-"))
     if len(rows) == 1:
         print(f"nothing is staged in {folder}")
-        return 0
+        return
     widths = [max(len(row[column]) for row in rows) for column in range(5)]
     for row in rows:
         print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
-    return 0
 
 
 # -- on SLURM nodes ----------------------------------------------------------------------------------------------------
 
 
-def srun_words(
-    options: StageOptions, nodes: StageNodesOptions, store: StoreFileOptions, environment: Mapping[str, str]
-) -> list[str]:
+def srun_words(command: StageCommand, environment: Mapping[str, str]) -> list[str]:
     """Return the command that runs the same on nodes: those of the allocation in `environment`, or others."""
     inside = "SLURM_JOB_ID" in environment
-    count = environment.get("SLURM_JOB_NUM_NODES", "1") if nodes.nodes == _ALL else nodes.nodes
+    count = environment.get("SLURM_JOB_NUM_NODES", "1") if command.nodes == _ALL else command.nodes
     if count is not None and not (count.isdigit() and int(count) > 0):
         raise ConfigError(f"--nodes {count}", fix="Give a number of nodes, or none, and write --nodes last")
-    if nodes.nodes == _ALL and not inside and nodes.nodelist is None:
+    if command.nodes == _ALL and not inside and command.nodelist is None:
         raise ClusterError(
             "--nodes without a number needs a SLURM allocation, and this process runs in none",
             fix="Give --nodelist or --nodes N, or run it below salloc or in a job",
         )
     words = ["srun", "--ntasks-per-node=1", "--kill-on-bad-exit=0"]
     words += ["--overlap"] if inside else []
-    if nodes.nodelist is not None:
-        words.append(f"--nodelist={nodes.nodelist}")
-    if nodes.nodelist is None or nodes.nodes not in (None, _ALL):
+    if command.nodelist is not None:
+        words.append(f"--nodelist={command.nodelist}")
+    if command.nodelist is None or command.nodes not in (None, _ALL):
         words.append(f"--nodes={count}")
-    return [*words, sys.executable, "-m", "voxlane", *_stage_words(options, store)]
+    return [*words, sys.executable, "-m", "voxlane", *_stage_words(command)]
 
 
-def _stage_words(options: StageOptions, store: StoreFileOptions) -> list[str]:
+def _stage_words(command: StageCommand) -> list[str]:
     """Return the command that stages on one node, with absolute paths."""
-    source = options.source or ""
+    source = command.source or ""
     source = source if "://" in source else os.path.abspath(os.path.expanduser(source))
-    switches = {"--if-room": options.if_room, "--verify": options.verify, "--remove": options.remove}
-    switches["--anonymous"] = store.anonymous
-    config = os.path.abspath(store.config) if store.config else None
-    values = {"--name": options.name, "--capacity": options.capacity, "--config": config, "--endpoint": store.endpoint}
-    words = ["stage", source, options.folder or "", "--no-progress", *(flag for flag, on in switches.items() if on)]
+    switches = {"--if-room": command.if_room, "--verify": command.verify, "--remove": command.remove}
+    switches["--anonymous"] = command.anonymous
+    config = os.path.abspath(command.config) if command.config else None
+    values = {
+        "--name": command.name,
+        "--capacity": command.capacity,
+        "--config": config,
+        "--endpoint": command.endpoint,
+    }
+    words = ["stage", source, command.folder or "", "--no-progress", *(flag for flag, on in switches.items() if on)]
     return words + [f"{flag}={value}" for flag, value in values.items() if value is not None]
 
 
-def _stage_on_nodes(words: list[str]) -> int:
+def _stage_on_nodes(words: list[str]) -> None:
     import subprocess
 
     sys.stdout.flush()
@@ -231,4 +221,3 @@ def _stage_on_nodes(words: list[str]) -> int:
         raise ClusterError(
             f"staging failed on one node or more (srun ended with status {status})", fix="See the lines above"
         )
-    return 0

@@ -16,8 +16,18 @@ TEN_YEARS_MINUTES = 10 * 365 * 24 * 60
 
 
 @record
-class ListOptions(ProgressOptions):
-    """Options of `voxlane ls`."""
+class LsCommand(StoreOptions, ProgressOptions):
+    """List the objects under a URI, or save them as a manifest.
+
+    List every object whose key starts with the URI's key (a plain string prefix), in parallel and in key order. With
+    --save, write the listing as a manifest (Parquet: key, size, etag, version) that MapDataset(Manifest.load(...)) and
+    every rank of a job can read instead of listing again; reading an object that changed since then fails, naming it.
+
+    Examples:
+      voxlane ls gs://bucket/prefix
+      voxlane ls s3://bucket/ --match '*.nii.gz' --total
+      voxlane ls gs://bucket/kits19/ --save gs://bucket/manifests/kits19.parquet
+    """
 
     uri: Annotated[PathOrUri, ARGUMENT]
     """Bucket with or without a prefix, or a folder."""
@@ -34,55 +44,43 @@ class ListOptions(ProgressOptions):
     generations: bool = False
     """GCS: also save each object's generation, which composed download (compose='on') needs."""
 
+    def _run(self) -> None:
+        from voxlane.store import Store
+        from voxlane.store.listing import list_objects
 
-def list_bucket(options: ListOptions, store: StoreOptions) -> int:
-    """List the objects under a URI, or save them as a manifest.
-
-    List every object whose key starts with the URI's key (a plain string prefix), in parallel and in key order. With
-    --save, write the listing as a manifest (Parquet: key, size, etag, version) that MapDataset(Manifest.load(...)) and
-    every rank of a job can read instead of listing again; reading an object that changed since then fails, naming it.
-
-    Examples:
-      voxlane ls gs://bucket/prefix
-      voxlane ls s3://bucket/ --match '*.nii.gz' --total
-      voxlane ls gs://bucket/kits19/ --save gs://bucket/manifests/kits19.parquet
-    """
-    from voxlane.store import Store
-    from voxlane.store.listing import list_objects
-
-    config = store.store_config()
-    bucket = Store(options.uri, config)
-    manifest = list_objects(
-        options.uri,
-        match=options.match or None,
-        store=bucket,
-        concurrency=options.concurrency,
-        progress=options.progress,
-        generations=options.generations,
-    )
-    if not len(manifest):
-        message = f"no object matches {' '.join(options.match)}" if options.match else "no objects under this prefix"
-        raise EmptyError(message, uri=options.uri, fix="Check the prefix and the pattern")
-    total = f"{len(manifest):,} objects, {format_bytes(manifest.total_bytes)}"
-    if options.save:
-        manifest.save(options.save, config)
-        print(f"{total} -> {options.save}")
-        return 0
-    if options.total:
-        print(f"{total} ({manifest.total_bytes:,} bytes), {bucket.counters.read().requests:,} list requests")
-        return 0
-    root = manifest.root
-    if options.long:
-        for entry in manifest:
-            print(f"{entry.size:>15,}  {entry.etag or '-':<36} {root}{entry.key}")
-    else:
-        sys.stdout.writelines(f"{root}{key}\n" for key in manifest.keys())
-    return 0
+        config = self.store_config()
+        bucket = Store(self.uri, config)
+        manifest = list_objects(
+            self.uri,
+            match=self.match or None,
+            store=bucket,
+            concurrency=self.concurrency,
+            progress=self.progress,
+            generations=self.generations,
+        )
+        if not len(manifest):
+            message = f"no object matches {' '.join(self.match)}" if self.match else "no objects under this prefix"
+            raise EmptyError(message, uri=self.uri, fix="Check the prefix and the pattern")
+        total = f"{len(manifest):,} objects, {format_bytes(manifest.total_bytes)}"
+        if self.save:
+            manifest.save(self.save, config)
+            print(f"{total} -> {self.save}")
+        elif self.total:
+            print(f"{total} ({manifest.total_bytes:,} bytes), {bucket.counters.read().requests:,} list requests")
+        elif self.long:
+            for entry in manifest:
+                print(f"{entry.size:>15,}  {entry.etag or '-':<36} {manifest.root}{entry.key}")
+        else:
+            sys.stdout.writelines(f"{manifest.root}{key}\n" for key in manifest.keys())
 
 
 @record
-class CleanOptions:
-    """Options of `voxlane clean`."""
+class CleanCommand(StoreOptions):
+    """Remove temporary objects that killed runs left in a GCS bucket.
+
+    Composed download joins many small objects into temporary ones. If its process is killed, they stay in the bucket,
+    and this command removes them. Young ones are kept, because a run may still be reading them.
+    """
 
     uri: Annotated[PathOrUri, Flag(positional=True, metavar="gs://BUCKET")]
     """URI of the bucket to clean."""
@@ -91,34 +89,31 @@ class CleanOptions:
     dry_run: bool = False
     """Only report the objects that would be removed."""
 
+    def _run(self) -> None:
+        from voxlane.store import Store
+        from voxlane.store.uploads import find_leftovers
 
-def clean_bucket(options: CleanOptions, store: StoreOptions) -> int:
-    """Remove temporary objects that killed runs left in a GCS bucket.
-
-    Composed download joins many small objects into temporary ones. If its process is killed, they stay in the bucket,
-    and this command removes them. Young ones are kept, because a run may still be reading them.
-    """
-    from voxlane.store import Store
-    from voxlane.store.uploads import find_leftovers
-
-    bucket = Store(options.uri, store.store_config())
-    if bucket.scheme != "gs":
-        raise ConfigError("composed download, and so its leftovers, exist on GCS only", uri=options.uri)
-    if bucket.root.rstrip("/") != options.uri.rstrip("/").replace("gcs://", "gs://"):
-        raise ConfigError("expected a bucket without a prefix", uri=options.uri, fix=f"Write {bucket.root}")
-    leftovers, younger = find_leftovers(bucket, older_than_s=options.older_than * 60)
-    if not options.dry_run:
-        bucket.delete([entry.key for entry in leftovers])
-    size = format_bytes(sum(entry.size for entry in leftovers))
-    print(f"{len(leftovers)} leftover objects, {size}, {'found' if options.dry_run else 'removed'} in {bucket.root}")
-    if younger:
-        print(f"{younger} younger ones kept: a run may still be reading them (--older-than 0 takes all)")
-    return 0
+        bucket = Store(self.uri, self.store_config())
+        if bucket.scheme != "gs":
+            raise ConfigError("composed download, and so its leftovers, exist on GCS only", uri=self.uri)
+        if bucket.root.rstrip("/") != self.uri.rstrip("/").replace("gcs://", "gs://"):
+            raise ConfigError("expected a bucket without a prefix", uri=self.uri, fix=f"Write {bucket.root}")
+        leftovers, younger = find_leftovers(bucket, older_than_s=self.older_than * 60)
+        if not self.dry_run:
+            bucket.delete([entry.key for entry in leftovers])
+        size = format_bytes(sum(entry.size for entry in leftovers))
+        print(f"{len(leftovers)} leftover objects, {size}, {'found' if self.dry_run else 'removed'} in {bucket.root}")
+        if younger:
+            print(f"{younger} younger ones kept: a run may still be reading them (--older-than 0 removes all)")
 
 
 @record
-class EmulatorOptions:
-    """Options of `voxlane emulator`."""
+class EmulatorCommand:
+    """Serve a local, in-memory GCS and S3 (needs voxlane[testing]).
+
+    Serve the GCS (XML and JSON) and S3 APIs on one local port until interrupted, for experiments and tests. Print the
+    environment variables that point clients to it.
+    """
 
     port: int = 4443
     """Port on 127.0.0.1; 0 picks a free one."""
@@ -135,16 +130,9 @@ class EmulatorOptions:
     requests_per_s: Annotated[str, Flag(metavar="N")] = "0"
     """Largest number of requests per second; further ones are refused. 0: unlimited."""
 
+    def _run(self) -> None:
+        from voxlane.testing.__main__ import main as serve
 
-def run_emulator(options: EmulatorOptions) -> int:
-    """Serve a local, in-memory GCS and S3 (needs voxlane[testing]).
-
-    Serve the GCS (XML and JSON) and S3 APIs on one local port until interrupted, for experiments and tests. Print the
-    environment variables that point clients to it.
-    """
-    from voxlane.testing.__main__ import main as serve
-
-    names = ("port", "latency_ms", "jitter_ms", "bandwidth", "total_bandwidth", "requests_per_s")
-    words = [f"--{name.replace('_', '-')}={getattr(options, name)}" for name in names]
-    serve([*words, *(f"--bucket={bucket}" for bucket in options.bucket)], program="voxlane emulator")
-    return 0
+        names = ("port", "latency_ms", "jitter_ms", "bandwidth", "total_bandwidth", "requests_per_s")
+        words = [f"--{name.replace('_', '-')}={getattr(self, name)}" for name in names]
+        serve([*words, *(f"--bucket={bucket}" for bucket in self.bucket)], program="voxlane emulator")

@@ -87,7 +87,7 @@ def test_stage_runs_on_nodes_of_an_allocation_or_on_others() -> None:
     start = ["srun", "--ntasks-per-node=1", "--kill-on-bad-exit=0"]
 
     def srun_command(*more: str, environment: dict[str, str]) -> list[str]:
-        return srun_words(**parse(["stage", "gs://b/x", "/scratch", *more]).records, environment=environment)
+        return srun_words(parse(["stage", "gs://b/x", "/scratch", *more]), environment)
 
     assert srun_command("--nodes", environment=inside) == [*start, "--overlap", "--nodes=3", *python]
     assert srun_command("--nodes", "2", environment={}) == [*start, "--nodes=2", *python]
@@ -95,8 +95,7 @@ def test_stage_runs_on_nodes_of_an_allocation_or_on_others() -> None:
     assert srun_command("--nodelist", "n1", "--nodes", environment={}) == [*start, "--nodelist=n1", *python]
     more = ["--if-room", "--verify", "--remove", "--anonymous", "--name=x", "--capacity=1Gi", "--endpoint=http://e"]
     assert srun_command("--nodes", "1", *more, environment={}) == [*start, "--nodes=1", *python, *more]
-    invocation = parse(["stage", "data", "/scratch", "--config", "c.yaml", "--nodes", "1"])
-    relative = srun_words(**invocation.records, environment={})
+    relative = srun_words(parse(["stage", "data", "/scratch", "--config", "c.yaml", "--nodes", "1"]), {})
     assert str(Path.cwd() / "data") in relative
     assert f"--config={Path.cwd() / 'c.yaml'}" in relative
     with pytest.raises(ClusterError):

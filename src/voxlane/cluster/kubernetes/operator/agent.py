@@ -47,8 +47,8 @@ _FAILURE_REASONS = (
 
 
 @record
-class RemovalRequest:
-    """Options of `voxlane operator agent remove`."""
+class OperatorAgentRemoveCommand:
+    """Remove a dataset from this node, for the operator."""
 
     folder: str
     """Folder on the node."""
@@ -57,10 +57,18 @@ class RemovalRequest:
     last_words: Annotated[str | None, Flag(metavar="FILE")] = None
     """File for the result."""
 
+    def _run(self) -> None:
+        from voxlane.store import staging
+
+        result: dict[str, Any] = {}
+        with _write_result(self.last_words, result):
+            result["bytes"] = staging.remove(self.folder, self.name)
+            print(f"{self.name}: {result['bytes']} bytes freed")
+
 
 @record
-class CopyRequest(RemovalRequest):
-    """Options of `voxlane operator agent stage`."""
+class OperatorAgentStageCommand(OperatorAgentRemoveCommand):
+    """Copy a dataset to this node, for the operator."""
 
     source: str
     """URI or mounted folder to copy."""
@@ -75,11 +83,44 @@ class CopyRequest(RemovalRequest):
     capacity: Annotated[int | None, Flag(metavar="BYTES")] = None
     """Largest number of bytes to copy."""
 
+    def _run(self) -> None:
+        from voxlane.store import staging
+
+        reporter = ProgressReporter(self)
+        reporter.start()
+        begin = time.monotonic()
+        result: dict[str, Any] = {}
+
+        def progress(now: staging.StagingProgress) -> None:
+            result.update(
+                bytes=now.bytes, totalBytes=now.total_bytes, objects=now.objects, totalObjects=now.total_objects
+            )
+            # Without the phase: it belongs to the operator, which may have given up on this copy.
+            message = "waiting for another copy to this node" if now.activity == "waiting" else None
+            reporter.report(**result, message=message)
+
+        with _write_result(self.last_words, result), contextlib.closing(reporter):
+            if self.origin is not None:
+                check_links(self.source)
+            report = staging.stage(
+                self.source,
+                self.folder,
+                name=self.name,
+                origin=self.origin,
+                capacity_bytes=self.capacity,
+                progress=progress,
+            )
+            count, total = report.objects, report.total_bytes
+            result.update(bytes=total, totalBytes=total, objects=count, totalObjects=count, version=report.version)
+            seconds = time.monotonic() - begin
+            source = self.origin or self.source
+            print(f"{source}: {count} objects, {total:,} bytes; copied {report.copied_bytes:,} in {seconds:.1f} s")
+
 
 class ProgressReporter(threading.Thread):
     """Patch the latest progress into the status of the dataset."""
 
-    def __init__(self, request: CopyRequest) -> None:
+    def __init__(self, request: OperatorAgentStageCommand) -> None:
         super().__init__(daemon=True)
         self._request = request
         self._progress: dict[str, Any] = {}
@@ -128,40 +169,6 @@ class ProgressReporter(threading.Thread):
             self._has_failed = True
 
 
-def stage_on_node(request: CopyRequest) -> int:
-    """Copy a dataset to this node, for the operator."""
-    from voxlane.store import staging
-
-    reporter = ProgressReporter(request)
-    reporter.start()
-    begin = time.monotonic()
-    result: dict[str, Any] = {}
-
-    def progress(now: staging.StagingProgress) -> None:
-        result.update(bytes=now.bytes, totalBytes=now.total_bytes, objects=now.objects, totalObjects=now.total_objects)
-        # Without the phase: it belongs to the operator, which may have given up on this copy.
-        message = "waiting for another copy to this node" if now.activity == "waiting" else None
-        reporter.report(**result, message=message)
-
-    with _write_result(request.last_words, result), contextlib.closing(reporter):
-        if request.origin is not None:
-            check_links(request.source)
-        report = staging.stage(
-            request.source,
-            request.folder,
-            name=request.name,
-            origin=request.origin,
-            capacity_bytes=request.capacity,
-            progress=progress,
-        )
-        count, total = report.objects, report.total_bytes
-        result.update(bytes=total, totalBytes=total, objects=count, totalObjects=count, version=report.version)
-        seconds = time.monotonic() - begin
-        source = request.origin or request.source
-        print(f"{source}: {count} objects, {total:,} bytes; copied {report.copied_bytes:,} in {seconds:.1f} s")
-    return 0
-
-
 def check_links(mount: str) -> None:
     """Raise DatasetError if a link of a mounted source leads out of it, to files of this pod or of other datasets."""
     root = os.path.realpath(f"/{uris.parse(mount).key}")
@@ -174,17 +181,6 @@ def check_links(mount: str) -> None:
                     uri=os.path.relpath(path, root),
                     fix="Replace it by its target",
                 )
-
-
-def remove_from_node(request: RemovalRequest) -> int:
-    """Remove a dataset from this node, for the operator."""
-    from voxlane.store import staging
-
-    result: dict[str, Any] = {}
-    with _write_result(request.last_words, result):
-        result["bytes"] = staging.remove(request.folder, request.name)
-        print(f"{request.name}: {result['bytes']} bytes freed")
-    return 0
 
 
 def describe_failure(error: BaseException) -> dict[str, Any]:

@@ -11,9 +11,8 @@ from tests.tune.spaces import space
 from voxlane.cluster.ray.cluster import RayNode
 from voxlane.errors import ClusterError, ConfigError, TuneError
 from voxlane.tune.capacity import plan_capacity
-from voxlane.tune.config import TuneConfig
 from voxlane.tune.ledger import SearchLedger
-from voxlane.tune.space import parse_space
+from voxlane.tune.space import TuneConfig, parse_space
 from voxlane.tune.task import TrialTask, mean_points, run_trial
 from voxlane.tune.trials import Search, Trial
 

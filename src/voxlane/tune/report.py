@@ -20,7 +20,6 @@ from voxlane.train.run_setup import check_config
 from voxlane.train.trainer import BEST
 from voxlane.tune import charts
 from voxlane.tune.importance import BEST_SHARE, MIN_TRIALS, importance, importance_range, scored_trials
-from voxlane.tune.parallel import parallel_chart
 from voxlane.tune.space import Space, set_dotted
 from voxlane.tune.tensorboard import write_events
 from voxlane.tune.trials import Search, State, Trial
@@ -118,7 +117,7 @@ def render_search_page(search: Search) -> str:
         close_dice=_CLOSE_DICE,
         reasons=list(dict.fromkeys(trial.reason for trial in search.trials if trial.reason))[:3],
         next_steps=next_steps,
-        parallel_chart=parallel_chart(search),
+        parallel_chart=charts.parallel_chart(search),
         rungs=_rungs(search),
         importance_chart=charts.importance_chart(shares, importance_range(search)),
         importance_trials=len(scored_trials(search)),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from voxlane.cluster.kubernetes.names import GROUP
-from voxlane.cluster.kubernetes.operator.plan import StartCopy, StartRemoval
+from voxlane.cluster.kubernetes.operator.plan import StartPod
 from voxlane.cluster.kubernetes.operator.resource import (
     ATTEMPT_ANNOTATION,
     DATASET_LABEL,
@@ -30,19 +30,68 @@ _MANAGED = {"app.kubernetes.io/managed-by": "voxlane", f"{GROUP}/part": "data"}
 _SCHEME_ALIASES = {"gcs": "gs", "s3a": "s3", "azure": "az"}
 
 
-def build_copier(dataset: StagedDataset, start: StartCopy) -> Manifest:
-    """Return the pod that copies a dataset to a node; it runs in the namespace of the dataset, which has the Secret."""
+def build_pod(dataset: StagedDataset, start: StartPod, config: OperatorConfig) -> Manifest:
+    """Return the pod that copies a dataset to a node, or removes the copy there, with `voxlane operator agent`."""
+    container: Manifest = {
+        "name": start.role,
+        "image": config.image or "",
+        "command": ["voxlane", "operator", "agent", "stage" if start.role == "copy" else "remove"],
+        "args": [f"--folder={DISK}", f"--name={dataset.key}", f"--last-words={TERMINATION_LOG}"],
+        "resources": {"requests": {"cpu": "250m", "memory": "512Mi"}, "limits": {"memory": "2Gi"}},
+        "terminationMessagePath": TERMINATION_LOG,
+        "terminationMessagePolicy": "FallbackToLogsOnError",
+        # Root, because root owns the folder on the node's disk, but without capabilities over other files.
+        "securityContext": {"runAsUser": 0, "allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}},
+        "volumeMounts": [{"name": "staged", "mountPath": DISK}],
+    }
+    disk = {"name": "staged", "hostPath": {"path": dataset.root, "type": "DirectoryOrCreate"}}
+    unique = short_hash(f"{start.role} {dataset.uid} {start.node_uid} {dataset.revision} {start.attempt}")
+    short = dataset.name[:40].replace(".", "-").rstrip("-")
+    term = {"matchFields": [{"key": "metadata.name", "operator": "In", "values": [start.node]}]}
+    required = {"requiredDuringSchedulingIgnoredDuringExecution": {"nodeSelectorTerms": [term]}}
+    pod: Manifest = {
+        "apiVersion": "v1",
+        "kind": "Pod",
+        "metadata": {
+            # A remover runs in the operator's namespace, because that of the dataset may be terminating.
+            "namespace": dataset.namespace if start.role == "copy" else config.own_namespace,
+            "name": f"{short}-{start.role}-{unique}",
+            "labels": {**_MANAGED, DATASET_LABEL: dataset.key, ROLE_LABEL: start.role},
+            "annotations": {
+                NODE_ANNOTATION: start.node,
+                NODE_UID_ANNOTATION: start.node_uid,
+                ATTEMPT_ANNOTATION: str(start.attempt),
+                REVISION_ANNOTATION: dataset.revision,
+            },
+        },
+        "spec": {
+            "restartPolicy": "Never",
+            "affinity": {"nodeAffinity": required},
+            "containers": [container],
+            "volumes": [disk],
+            "terminationGracePeriodSeconds": 5,
+        },
+    }
+    if start.role == "copy":
+        _complete_copier(pod, dataset, start)
+    else:
+        any_taint = [{"operator": "Exists"}]
+        pod["spec"] |= {"automountServiceAccountToken": False, "tolerations": any_taint, "activeDeadlineSeconds": 3600}
+    return pod
+
+
+def _complete_copier(pod: Manifest, dataset: StagedDataset, start: StartPod) -> None:
+    """Add the source, credentials and identity of a copier, which runs in the namespace that has the Secret."""
     spec = dataset.spec
     assert spec is not None
     scheme, _, location = spec.source.partition("://")
     provider = _SCHEME_ALIASES.get(scheme, scheme)
     is_mount = scheme == "nfs"
-    arguments = [f"--source={SOURCE if is_mount else spec.source}", f"--node={start.node}"]
-    arguments += [f"--origin={spec.source}"] if is_mount else []
-    arguments += [f"--dataset={dataset.title}", f"--uid={dataset.uid}"]
-    arguments += [] if spec.capacity_bytes is None else [f"--capacity={spec.capacity_bytes}"]
-    pod = _build_pod("copy", dataset, start, spec.image, ["stage", *arguments])
     container = pod["spec"]["containers"][0]
+    container["args"] += [f"--source={SOURCE if is_mount else spec.source}", f"--node={start.node}"]
+    container["args"] += [f"--origin={spec.source}"] if is_mount else []
+    container["args"] += [f"--dataset={dataset.title}", f"--uid={dataset.uid}"]
+    container["args"] += [] if spec.capacity_bytes is None else [f"--capacity={spec.capacity_bytes}"]
     parts = spec.credentials.pod_parts(provider)
     pod["spec"]["volumes"] += parts["volumes"]
     container["volumeMounts"] += parts["volumeMounts"]
@@ -54,7 +103,6 @@ def build_copier(dataset: StagedDataset, start: StartCopy) -> Manifest:
         share = {"server": server, "path": f"/{path}", "readOnly": True}
         pod["spec"]["volumes"].append({"name": "source", "nfs": share})
         container["volumeMounts"].append({"name": "source", "mountPath": SOURCE, "readOnly": True})
-    pod["metadata"]["namespace"] = dataset.namespace
     pod["metadata"]["ownerReferences"] = [{**dataset.ref(), "controller": True}]
     pod["spec"]["serviceAccountName"] = spec.credentials.service_account or COPIER
     if spec.credentials.service_account and provider == "az":
@@ -64,17 +112,6 @@ def build_copier(dataset: StagedDataset, start: StartCopy) -> Manifest:
         pod["spec"]["tolerations"] = [
             {"key": key, "operator": "Exists", "effect": effect} for key, effect in start.tolerate
         ]
-    return pod
-
-
-def build_remover(dataset: StagedDataset, start: StartRemoval, config: OperatorConfig) -> Manifest:
-    """Return the pod that removes the copy of a node. It runs in the operator's namespace without permissions, because
-    the namespace of the dataset may be terminating."""
-    pod = _build_pod("remove", dataset, start, config.image or "", ["remove"])
-    pod["metadata"]["namespace"] = config.own_namespace
-    any_taint = [{"operator": "Exists"}]
-    pod["spec"] |= {"automountServiceAccountToken": False, "tolerations": any_taint, "activeDeadlineSeconds": 3600}
-    return pod
 
 
 def build_copier_permissions(dataset: StagedDataset) -> list[Manifest]:
@@ -115,50 +152,4 @@ def build_event(dataset: StagedDataset, warning: bool, reason: str, message: str
         "firstTimestamp": time,
         "lastTimestamp": time,
         "count": 1,
-    }
-
-
-def _build_pod(
-    role: str, dataset: StagedDataset, start: StartCopy | StartRemoval, image: str, arguments: list[str]
-) -> Manifest:
-    """Return a pod on one node that runs `voxlane operator agent` with these arguments, and those that all agents have,
-    on the folder of the node's disk."""
-    verb, *options = arguments
-    container = {
-        "name": role,
-        "image": image,
-        "command": ["voxlane", "operator", "agent", verb],
-        "args": [f"--folder={DISK}", f"--name={dataset.key}", f"--last-words={TERMINATION_LOG}", *options],
-        "resources": {"requests": {"cpu": "250m", "memory": "512Mi"}, "limits": {"memory": "2Gi"}},
-        "terminationMessagePath": TERMINATION_LOG,
-        "terminationMessagePolicy": "FallbackToLogsOnError",
-        # Root, because root owns the folder on the node's disk, but without capabilities over other files.
-        "securityContext": {"runAsUser": 0, "allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}},
-        "volumeMounts": [{"name": "staged", "mountPath": DISK}],
-    }
-    disk = {"name": "staged", "hostPath": {"path": dataset.root, "type": "DirectoryOrCreate"}}
-    unique = short_hash(f"{role} {dataset.uid} {start.node_uid} {dataset.revision} {start.attempt}")
-    short = dataset.name[:40].replace(".", "-").rstrip("-")
-    term = {"matchFields": [{"key": "metadata.name", "operator": "In", "values": [start.node]}]}
-    required = {"requiredDuringSchedulingIgnoredDuringExecution": {"nodeSelectorTerms": [term]}}
-    return {
-        "apiVersion": "v1",
-        "kind": "Pod",
-        "metadata": {
-            "name": f"{short}-{role}-{unique}",
-            "labels": {**_MANAGED, DATASET_LABEL: dataset.key, ROLE_LABEL: role},
-            "annotations": {
-                NODE_ANNOTATION: start.node,
-                NODE_UID_ANNOTATION: start.node_uid,
-                ATTEMPT_ANNOTATION: str(start.attempt),
-                REVISION_ANNOTATION: dataset.revision,
-            },
-        },
-        "spec": {
-            "restartPolicy": "Never",
-            "affinity": {"nodeAffinity": required},
-            "containers": [container],
-            "volumes": [disk],
-            "terminationGracePeriodSeconds": 5,
-        },
     }

@@ -12,9 +12,15 @@ from voxlane.cli.main import main
 from voxlane.cluster.kubernetes.names import node_key
 from voxlane.cluster.kubernetes.operator.agent import check_links
 from voxlane.cluster.kubernetes.operator.crd import CRD
-from voxlane.cluster.kubernetes.operator.manifests import CLUSTER_RULES, REQUIRED_ACCESS, build_manifests
+from voxlane.cluster.kubernetes.operator.manifests import (
+    CLUSTER_RULES,
+    REQUIRED_ACCESS,
+    build_copier_permissions,
+    build_event,
+    build_manifests,
+    build_pod,
+)
 from voxlane.cluster.kubernetes.operator.plan import StartPod
-from voxlane.cluster.kubernetes.operator.pods import build_copier_permissions, build_event, build_pod
 from voxlane.cluster.kubernetes.operator.resource import InstallConfig
 from voxlane.errors import ConfigError, DatasetError
 from voxlane.sizes import parse_bytes, parse_duration

@@ -9,7 +9,7 @@ from typing import Any
 
 from voxlane.cluster.kubernetes.names import node_key, use_label
 from voxlane.cluster.kubernetes.operator import plan as plans
-from voxlane.cluster.kubernetes.operator.pods import build_pod
+from voxlane.cluster.kubernetes.operator.manifests import build_pod
 from voxlane.cluster.kubernetes.operator.resource import (
     DATASET_LABEL,
     FINALIZER,

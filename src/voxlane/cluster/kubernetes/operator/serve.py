@@ -18,8 +18,12 @@ from typing import Any
 from voxlane.cluster.kubernetes.client import Cluster, path_of
 from voxlane.cluster.kubernetes.names import API_VERSION, GROUP, STAGED, use_label
 from voxlane.cluster.kubernetes.operator import plan as plans
-from voxlane.cluster.kubernetes.operator.manifests import REQUIRED_ACCESS
-from voxlane.cluster.kubernetes.operator.pods import build_copier_permissions, build_event, build_pod
+from voxlane.cluster.kubernetes.operator.manifests import (
+    REQUIRED_ACCESS,
+    build_copier_permissions,
+    build_event,
+    build_pod,
+)
 from voxlane.cluster.kubernetes.operator.resource import (
     DATASET_LABEL,
     FINALIZER,

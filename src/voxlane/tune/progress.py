@@ -53,10 +53,11 @@ class SearchProgress:
         dice = "" if trial.dice is None else f" dice {trial.dice:.3f}"
         seconds = (trial.ended or trial.started) - trial.started
         has_problem = trial.state in ("failed", "infeasible")
+        reason = f" ({trial.reason})" if trial.reason and has_problem else ""
         line = (
             f"trial {trial.id} ({self._ended} of {self._total}): {trial.state}{dice} after {trial.epochs} epochs in "
-            f"{seconds:.0f} s, {_format_values(trial.params)}"
-        ) + (f" ({trial.reason})" if trial.reason and has_problem else "")
+            f"{seconds:.0f} s, {_format_values(trial.params)}{reason}"
+        )
         self._bar.update()
         if self._best is not None:
             self._bar.set_postfix_str(f"best dice {self._best.dice:.3f} (trial {self._best.id})")

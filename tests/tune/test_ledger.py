@@ -151,8 +151,8 @@ def test_efficiency_is_the_used_share_of_devices() -> None:
 
 # -- capacity ----------------------------------------------------------------------------------------------------------
 
-CPUS = [RayNode("a", "a", 4, 0), RayNode("b", "b", 3, 0)]
-GPUS = [RayNode("a", "a", 8, 2), RayNode("b", "b", 8, 1)]
+CPUS = [RayNode("a", 4, 0), RayNode("b", 3, 0)]
+GPUS = [RayNode("a", 8, 2), RayNode("b", 8, 1)]
 
 
 @pytest.mark.parametrize(

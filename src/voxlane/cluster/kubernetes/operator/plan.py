@@ -246,7 +246,7 @@ class DatasetPlanner:
         is_stale = pod.revision != self.dataset.revision
         if is_stale and copy is not None and pod.phase == "Succeeded" and copy.phase != "Ready":
             # The copy is of no use, but it occupies the disk.
-            self._set(pod.node, **_select_counts(pod.result))
+            self._set(pod.node, **pod.counts)
         if is_stale or copy is None or copy.phase in ("Removing", "Evicted", "Lost") or pod.attempt < copy.attempts - 1:
             self._delete_pod(pod)
         elif pod.attempt == copy.attempts - 1 or pod.terminating:
@@ -255,11 +255,11 @@ class DatasetPlanner:
             self._complete_copy(pod, copy)
         elif pod.phase == "Failed":
             self._fail_copy(pod, spec)
-        elif self.now - (pod.started or pod.created) > spec.timeout_s:
-            self._fail_copy(replace(pod, reason="DeadlineExceeded"), spec)
+        elif self.now - pod.since > spec.timeout_s:
+            self._fail_copy(replace(pod, reason="Timeout"), spec)
             self._delete_pod(pod)
         elif copy.phase != "Ready":
-            self.due.append((pod.started or pod.created) + spec.timeout_s + 1)
+            self.due.append(pod.since + spec.timeout_s + 1)
             self._track_copy(pod, copy)
 
     def _track_copy(self, pod: AgentPod, copy: NodeCopy) -> None:
@@ -279,34 +279,32 @@ class DatasetPlanner:
             self.before.append(SetNodeLabel(pod.node, present=True))
         if copy.phase != "Ready" or copy.revision != pod.revision:
             failure = {"attempts": 0, "retry_at": 0.0, "reason": "", "message": "", "lacking_bytes": 0}
-            counts = _select_counts(pod.result)
-            self._set(pod.node, **(failure | counts), phase="Ready", revision=pod.revision)
+            self._set(pod.node, **{**failure, **pod.counts}, phase="Ready", revision=pod.revision)
         self._delete_pod(pod, late=True)
 
     def _fail_copy(self, pod: AgentPod, spec: DatasetSpec) -> None:
-        reason = pod.result.get("reason") or ("Timeout" if pod.reason == "DeadlineExceeded" else pod.reason)
-        message = self._describe_failure(pod, reason, spec)
+        message = self._describe_failure(pod, spec)
         self.before.append(RecordEvent(True, "CopyFailed", f"{pod.node}: {message}"))
         self._set(
             pod.node,
-            **{"lacking_bytes": 0, **_select_counts(pod.result)},
-            phase="NoRoom" if reason == "NoRoom" else "Failed",
-            reason=reason,
+            **{"lacking_bytes": 0, **pod.counts},
+            phase="NoRoom" if pod.reason == "NoRoom" else "Failed",
+            reason=pod.reason,
             message=message,
             attempts=pod.attempt + 1,
             retry_at=self.now + compute_pause(self.config, pod.attempt),
         )
 
-    def _describe_failure(self, pod: AgentPod, reason: str, spec: DatasetSpec) -> str:
-        if reason == "Timeout":
+    def _describe_failure(self, pod: AgentPod, spec: DatasetSpec) -> str:
+        if pod.reason == "Timeout":
             limit = _format_timeout(spec.timeout_s)
             if pod.phase != "Pending":
                 return f"the copy took longer than the timeout of {limit}; raise the timeout to retry"
             problem = f" ({pod.problem})" if pod.problem else ""
             return f"the copy did not start within the timeout of {limit}{problem}; raise the timeout to retry"
-        if reason == "NoRoom" and pod.result.get("lacking_bytes"):
-            return f"the disk lacks {format_bytes(pod.result['lacking_bytes'])} below {self.dataset.root}"
-        return pod.result.get("message") or pod.problem or "the copier failed"
+        if pod.reason == "NoRoom" and pod.counts.get("lacking_bytes"):
+            return f"the disk lacks {format_bytes(pod.counts['lacking_bytes'])} below {self.dataset.root}"
+        return pod.problem or "the copier failed"
 
     def _apply_removal_pods(self) -> None:
         """Record the results of the pods that remove copies."""
@@ -323,7 +321,7 @@ class DatasetPlanner:
             elif pod.phase == "Failed":
                 self._set(
                     pod.node,
-                    message=f"cannot remove the copy: {pod.result.get('message') or pod.problem}",
+                    message=f"cannot remove the copy: {pod.problem}",
                     attempts=pod.attempt + 1,
                     retry_at=self.now + compute_pause(self.config, pod.attempt),
                 )
@@ -595,11 +593,6 @@ class DatasetPlanner:
 def compute_pause(config: OperatorConfig, failures: int) -> float:
     """Return how many seconds to wait before the next attempt if `failures` attempts failed before the last."""
     return float(min(config.retry_s * 2**failures, _MAX_PAUSE_S))
-
-
-def _select_counts(result: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what a copier counted, without what it reports about a failure."""
-    return {name: value for name, value in result.items() if name not in ("message", "reason")}
 
 
 def _format_timeout(seconds: int) -> str:

@@ -320,17 +320,15 @@ class AgentPod:
     revision: str = ""
     phase: str = "Pending"
     """Pending, Running, Succeeded or Failed."""
-    created: float = 0.0
-    """Time of creation in seconds since 1970."""
-    started: float = 0.0
-    """Time of the start in seconds since 1970; 0 if it has not started."""
+    since: float = 0.0
+    """When the pod started, or else was created, in seconds since 1970."""
     terminating: bool = False
     problem: str = ""
-    """Why the pod does not run, or why it failed, as far as the cluster reports it."""
+    """Why the pod does not run, or why it failed, as far as the pod itself or the cluster reports it."""
     reason: str = ""
-    """Kind of a failure that the cluster reports: DeadlineExceeded, Evicted, OOMKilled."""
-    result: Mapping[str, Any] = field(default_factory=dict)
-    """Termination message of the pod: values of fields of `NodeCopy`."""
+    """Kind of a failure that the pod itself or the cluster reports, such as NoRoom, Timeout or OOMKilled."""
+    counts: Mapping[str, Any] = field(default_factory=dict)
+    """What a copier reports about its copy when it ends: values of fields of `NodeCopy`."""
 
 
 def read_pod(resource: Object) -> AgentPod:
@@ -341,6 +339,8 @@ def read_pod(resource: Object) -> AgentPod:
     state = container.get("state") or {}
     terminated = state.get("terminated") or {}
     result = parse_result(terminated.get("message") or "")
+    problem = result.get("message") or " ".join(_describe_problem(status, state, bool(result)).split())
+    reason = result.get("reason") or status.get("reason") or terminated.get("reason") or ""
     return AgentPod(
         namespace=meta["namespace"],
         name=meta["name"],
@@ -351,12 +351,11 @@ def read_pod(resource: Object) -> AgentPod:
         attempt=int(annotations.get(ATTEMPT_ANNOTATION, 0)),
         revision=annotations.get(REVISION_ANNOTATION, ""),
         phase=status.get("phase") or "Pending",
-        created=parse_time(meta.get("creationTimestamp")),
-        started=parse_time(status.get("startTime")),
+        since=parse_time(status.get("startTime")) or parse_time(meta.get("creationTimestamp")),
         terminating="deletionTimestamp" in meta,
-        problem=" ".join(_describe_problem(status, state, bool(result)).split()),
-        reason=status.get("reason") or terminated.get("reason") or "",
-        result=result,
+        problem=problem,
+        reason="Timeout" if reason == "DeadlineExceeded" else reason,
+        counts={name: value for name, value in result.items() if name not in ("message", "reason")},
     )
 
 

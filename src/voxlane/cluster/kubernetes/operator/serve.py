@@ -158,7 +158,7 @@ class Worker(threading.Thread):
         )
         users = self._list_users(dataset, exact=exact)
         full_nodes = {node for node, copy in dataset.copies.items() if copy.phase == "NoRoom"}
-        full_nodes |= {pod.node for pod in pods if pod.result.get("reason") == "NoRoom"}
+        full_nodes |= {pod.node for pod in pods if pod.reason == "NoRoom"}
         others = [other for other in datasets if other.uid != dataset.uid and other.copies]
         rivals = [other for other in others if not full_nodes.isdisjoint(other.copies)]
         evictable = [other for other in rivals if not self._list_users(other, exact=True)]
@@ -180,7 +180,7 @@ class Worker(threading.Thread):
 
     def _add_problem_from_events(self, pod: AgentPod) -> AgentPod:
         """Return a stuck pod with the problem that events report, such as a missing Secret of a volume."""
-        if pod.phase != "Pending" or pod.problem or pod.terminating or time.time() - pod.created < _STUCK_S:
+        if pod.phase != "Pending" or pod.problem or pod.terminating or time.time() - pod.since < _STUCK_S:
             return pod
         selector = f"involvedObject.name={pod.name},type=Warning"
         events = self._cluster.list(path_of("v1", "Event", pod.namespace), fields=selector)

@@ -26,7 +26,7 @@ from voxlane.train import tensorboard
 from voxlane.train.recorder import EventWriter
 from voxlane.train.run import Run
 from voxlane.train.tensorboard import EventMirror, launch, local_name
-from voxlane.tune.tensorboard import write_events
+from voxlane.tune.report import write_events
 
 Put = Callable[[Bucket, dict[str, bytes]], None]
 

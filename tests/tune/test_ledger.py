@@ -11,9 +11,8 @@ from tests.tune.spaces import space
 from voxlane.cluster.ray.cluster import RayNode
 from voxlane.errors import ClusterError, ConfigError, TuneError
 from voxlane.tune.capacity import plan_capacity
-from voxlane.tune.config import TuneConfig
 from voxlane.tune.ledger import SearchLedger
-from voxlane.tune.space import parse_space
+from voxlane.tune.space import TuneConfig, parse_space
 from voxlane.tune.task import TrialTask, mean_points, run_trial
 from voxlane.tune.trials import Search, Trial
 
@@ -152,8 +151,8 @@ def test_efficiency_is_the_used_share_of_devices() -> None:
 
 # -- capacity ----------------------------------------------------------------------------------------------------------
 
-CPUS = [RayNode("a", "a", 4, 0), RayNode("b", "b", 3, 0)]
-GPUS = [RayNode("a", "a", 8, 2), RayNode("b", "b", 8, 1)]
+CPUS = [RayNode("a", 4, 0), RayNode("b", 3, 0)]
+GPUS = [RayNode("a", 8, 2), RayNode("b", 8, 1)]
 
 
 @pytest.mark.parametrize(

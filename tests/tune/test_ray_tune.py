@@ -11,8 +11,8 @@ from ray.exceptions import ActorDiedError, OutOfMemoryError
 from tests.train import tiny_runs
 from voxlane.cli.main import main
 from voxlane.tune.capacity import TrialCapacity
-from voxlane.tune.config import TuneConfig
 from voxlane.tune.ray_tune import Training, _add_cache, _LedgerASHA, explain_death
+from voxlane.tune.space import TuneConfig
 from voxlane.tune.trials import Trial
 
 

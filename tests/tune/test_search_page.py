@@ -21,7 +21,6 @@ from tests.tune import fake_search
 from voxlane.pages.formatting import format_value
 from voxlane.tune import charts
 from voxlane.tune.charts import dice_axis, make_axis
-from voxlane.tune.parallel import parallel_chart
 from voxlane.tune.report import render_search_page
 from voxlane.tune.trials import Search, Trial
 
@@ -153,7 +152,7 @@ def test_dice_axis_of_equal_values() -> None:
 
 
 def test_charts_are_well_formed_and_inside_their_box(search: Search) -> None:
-    drawn = [parallel_chart(search), charts.history_chart(search), charts.curve_chart(search, [3, 9])]
+    drawn = [charts.parallel_chart(search), charts.history_chart(search), charts.curve_chart(search, [3, 9])]
     drawn += [charts.field_chart(search, axis) for axis in charts.search_axes(search)]
     drawn.append(charts.timeline_chart(search))
     drawn.append(charts.importance_chart({"a.b": 0.7, "c": 0.3}, {"a.b": (0.5, 0.8), "c": (0.1, 0.4)}))

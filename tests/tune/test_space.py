@@ -10,8 +10,7 @@ import yaml
 from tests.tune.spaces import space
 from voxlane.errors import ConfigError
 from voxlane.train import config as configs
-from voxlane.tune.config import TuneConfig, rungs
-from voxlane.tune.space import Distribution, parse_space
+from voxlane.tune.space import Distribution, TuneConfig, parse_space, rungs
 
 FILE = """
 preset: small

@@ -9,7 +9,7 @@ import pytest
 
 from tests.tune import fake_search
 from voxlane.train.run import Run
-from voxlane.tune.tensorboard import write_events
+from voxlane.tune.report import write_events
 
 
 def _read(folder: Path) -> Any:

@@ -15,7 +15,7 @@ from typing import Annotated, Any
 from voxlane import __version__
 from voxlane.cli.config_options import StoreOptions, format_fields
 from voxlane.cli.signals import print_note
-from voxlane.cluster import exit_status
+from voxlane.cluster.commands import STOPPED_VARIABLE, resolve_status
 from voxlane.cluster.kubernetes.app import build, folder, render
 from voxlane.cluster.kubernetes.app.config import App
 from voxlane.cluster.kubernetes.validate import validate
@@ -249,9 +249,9 @@ class AppEntryCommand(StoreOptions):
         pod = os.environ.get("POD_NAME") or socket.gethostname()
         archiver = LogArchiver(self.logs, pod, self.store_config()) if self.logs else None
         with tempfile.TemporaryDirectory(prefix="voxlane-") as temporary:
-            os.environ[exit_status.VARIABLE] = os.path.join(temporary, "stopped")
+            os.environ[STOPPED_VARIABLE] = os.path.join(temporary, "stopped")
             secrets = collect_secrets(os.environ, self.hide)
-            status = exit_status.resolve_status(run(self.command, secrets, archiver), os.environ)
+            status = resolve_status(run(self.command, secrets, archiver), os.environ)
         if archiver is not None and not archiver.close():
             sys.stderr.flush()
             os._exit(status)  # a request to a bucket that does not respond must not hold the container up

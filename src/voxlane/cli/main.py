@@ -114,10 +114,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     except StoppedError as error:
         print(f"voxlane: {error}", file=sys.stderr)
-        from voxlane.cluster import exit_status
+        from voxlane.cluster.commands import STOPPED, mark_stopped
 
-        exit_status.mark_stopped(os.environ)
-        return exit_status.STOPPED
+        mark_stopped(os.environ)
+        return STOPPED
     except ReportedError:
         return 1
     except VoxlaneError as error:

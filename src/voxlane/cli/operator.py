@@ -13,8 +13,7 @@ from voxlane.cluster.kubernetes.app.k8s import count_noun
 from voxlane.cluster.kubernetes.client import CLUSTER_WIDE, Cluster, Object, path_of, path_of_object
 from voxlane.cluster.kubernetes.names import API_VERSION
 from voxlane.cluster.kubernetes.operator.agent import OperatorAgentRemoveCommand, OperatorAgentStageCommand
-from voxlane.cluster.kubernetes.operator.manifests import OPERATOR_NAME, build_manifests
-from voxlane.cluster.kubernetes.operator.pods import COPIER
+from voxlane.cluster.kubernetes.operator.manifests import COPIER, OPERATOR_NAME, build_manifests
 from voxlane.cluster.kubernetes.operator.resource import InstallConfig, OperatorConfig
 from voxlane.errors import ClusterError, ForbiddenError
 from voxlane.settings import Flag, record

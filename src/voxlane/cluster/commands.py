@@ -1,4 +1,5 @@
-"""The table of voxlane commands that run on several machines, and the arguments that each launcher gives them. Pure.
+"""The table of voxlane commands that run on several machines, the arguments that each launcher gives them, and the exit
+status by which they ask to be started again.
 
 SLURM jobs and Kubernetes apps read this table, so that a new parallel command is one more entry of `COMMANDS`::
 
@@ -8,11 +9,18 @@ SLURM jobs and Kubernetes apps read this table, so that a new parallel command i
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 Launcher = Literal["ray", "torchrun", "none"]
+STOPPED = 128 + signal.SIGTERM
+"""Exit status of a run that stopped because it was asked to."""
+STOPPED_VARIABLE = "VOXLANE_STOPPED"
+"""Environment variable that names the marker file of such a run. torchrun does not pass on its processes' status."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,3 +134,14 @@ def restart_arguments(arguments: Sequence[str]) -> tuple[str, ...]:
     if command is None or not command.resumes:
         return tuple(arguments)
     return (*(word for word in arguments if word not in ("--resume", "--auto-resume")), "--auto-resume")
+
+
+def mark_stopped(environment: Mapping[str, str]) -> None:
+    """Create the marker file, if the environment names one."""
+    if STOPPED_VARIABLE in environment:
+        Path(environment[STOPPED_VARIABLE]).touch()
+
+
+def resolve_status(status: int, environment: Mapping[str, str]) -> int:
+    """Return STOPPED if a failed command left the marker file, else the command's own `status`."""
+    return STOPPED if status and os.path.exists(environment.get(STOPPED_VARIABLE, "")) else status

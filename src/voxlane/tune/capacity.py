@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from voxlane.cluster.ray.cluster import RayNode, format_resources, place_workers
 from voxlane.errors import ClusterError, ConfigError
-from voxlane.tune.config import TuneConfig
+from voxlane.tune.space import TuneConfig
 
 _MAX_CONCURRENT = 4096
 """Upper limit of concurrent trials, whatever the cluster has."""

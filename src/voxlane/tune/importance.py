@@ -66,6 +66,7 @@ def _shares(space: dict[str, Any], trials: Sequence[Trial]) -> dict[str, float]:
     if len({t.score for t in trials}) < 2:
         return {}
     import optuna
+    from optuna.distributions import CategoricalDistribution
     from optuna.importance import PedAnovaImportanceEvaluator, get_param_importances
 
     fields = {
@@ -82,7 +83,12 @@ def _shares(space: dict[str, Any], trials: Sequence[Trial]) -> dict[str, float]:
         study.add_trials(
             [
                 optuna.trial.create_trial(
-                    params={name: _encode(t.params[name], fields[name]) for name in fields},
+                    params={
+                        name: value_key(t.params[name])
+                        if isinstance(field, CategoricalDistribution)
+                        else t.params[name]
+                        for name, field in fields.items()
+                    },
                     distributions=fields,
                     value=t.score,
                 )
@@ -117,9 +123,3 @@ def _make_distribution(spec: Any, values: Sequence[Any]) -> Any:
     if kind in ("int", "logint"):
         return distributions.IntDistribution(math.floor(low), math.ceil(high), log=log)
     return distributions.FloatDistribution(low, high, log=log)
-
-
-def _encode(value: Any, distribution: Any) -> Any:
-    from optuna.distributions import CategoricalDistribution
-
-    return value_key(value) if isinstance(distribution, CategoricalDistribution) else value

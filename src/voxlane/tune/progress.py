@@ -50,24 +50,21 @@ class SearchProgress:
         best = self._best
         better = trial.dice is not None and (best is None or best.dice is None or trial.dice > best.dice)
         self._best = trial if better and trial.state != "infeasible" else best
-        line = _format_ended(trial, self._ended, self._total)
+        dice = "" if trial.dice is None else f" dice {trial.dice:.3f}"
+        seconds = (trial.ended or trial.started) - trial.started
+        has_problem = trial.state in ("failed", "infeasible")
+        reason = f" ({trial.reason})" if trial.reason and has_problem else ""
+        line = (
+            f"trial {trial.id} ({self._ended} of {self._total}): {trial.state}{dice} after {trial.epochs} epochs in "
+            f"{seconds:.0f} s, {_format_values(trial.params)}{reason}"
+        )
         self._bar.update()
         if self._best is not None:
             self._bar.set_postfix_str(f"best dice {self._best.dice:.3f} (trial {self._best.id})")
-        if self._use_bar and trial.state in ("failed", "infeasible"):
+        if self._use_bar and has_problem:
             self._bar.write(line)
         elif self._print_lines:
             print(line + ", the best so far" * better, flush=True)
-
-
-def _format_ended(trial: Trial, ended: int, total: int) -> str:
-    dice = "" if trial.dice is None else f" dice {trial.dice:.3f}"
-    seconds = (trial.ended or trial.started) - trial.started
-    reason = f" ({trial.reason})" if trial.reason and trial.state in ("failed", "infeasible") else ""
-    return (
-        f"trial {trial.id} ({ended} of {total}): {trial.state}{dice} after {trial.epochs} epochs in {seconds:.0f} s, "
-        f"{_format_values(trial.params)}{reason}"
-    )
 
 
 def _format_values(params: Mapping[str, Any]) -> str:

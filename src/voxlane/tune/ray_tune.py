@@ -37,9 +37,8 @@ from voxlane.store import StoreConfig
 from voxlane.train.config import build_config
 from voxlane.train.run import Run
 from voxlane.tune.capacity import TrialCapacity
-from voxlane.tune.config import TuneConfig, grace_epochs, rungs
 from voxlane.tune.ledger import SearchLedger
-from voxlane.tune.space import Space
+from voxlane.tune.space import Space, TuneConfig, grace_epochs, rungs
 from voxlane.tune.task import Report, TrialTask, Watch, run_trial
 from voxlane.tune.trials import Trial
 
@@ -202,20 +201,15 @@ def _run_trial_process(work: Work, config: dict[str, Any]) -> None:
         reusable = not isinstance(error, _WorkersNotStartedError)
     except Exception as error:  # noqa: BLE001  ends the trial: the error goes into the record and other trials continue
         state, reason = "failed", f"{type(error).__name__}: {shorten(error, 500)}"
-    _free_memory()
+    gc.collect()  # the next trial in this process needs the memory
+    if (torch := sys.modules.get("torch")) is not None and torch.cuda.is_available():
+        torch.cuda.empty_cache()
     if stop:
         raise stop[0]
     tune.report({"state": state, "reason": reason, "node": platform.node()})
     if not reusable:
         # A thread still waits for the workers. They end with this process, and so does their claim on resources.
         os.kill(os.getpid(), signal.SIGKILL)
-
-
-def _free_memory() -> None:
-    """Free the trial's memory for the next trial in this process."""
-    gc.collect()
-    if (torch := sys.modules.get("torch")) is not None and torch.cuda.is_available():
-        torch.cuda.empty_cache()
 
 
 # -- in the driver -----------------------------------------------------------------------------------------------------
@@ -268,9 +262,6 @@ class _LedgerSearcher(_DriverOnly, Searcher):  # type: ignore[misc]
     def save(self, checkpoint_path: str) -> None:
         """Store nothing of Ray's."""
         Path(checkpoint_path).touch()
-
-    def restore(self, checkpoint_path: str) -> None:
-        """Restore nothing of Ray's."""
 
 
 class _LedgerASHA(ASHAScheduler):  # type: ignore[misc]
@@ -405,9 +396,13 @@ def run_search(
     if space.tune.scheduler == "asha":
         scheduler = _LedgerASHA(space.tune, space.max_epochs, ledger.search.trials)
     callback = _LedgerCallback(ledger)
+    resources: dict[str, float] = {"CPU": capacity.cpus, **({"GPU": capacity.gpus} if capacity.gpus else {})}
+    if capacity.workers > 1:
+        # The trial itself only waits; its ranks get the CPUs. Ray refuses a request for nothing.
+        resources = {"memory": 1}
     with tempfile.TemporaryDirectory(prefix="voxlane-tune-", ignore_cleanup_errors=True) as folder:
         tuner = tune.Tuner(
-            tune.with_resources(partial(_run_trial_process, work), _request_resources(capacity)),
+            tune.with_resources(partial(_run_trial_process, work), tune.PlacementGroupFactory([resources])),
             param_space={},
             tune_config=tune.TuneConfig(
                 num_samples=-1,
@@ -444,13 +439,6 @@ def run_search(
 
 def _trial_name(trial: Any) -> str:
     return f"trial_{trial.config['number']:04d}_{trial.trial_id}"
-
-
-def _request_resources(capacity: TrialCapacity) -> Any:
-    if capacity.workers > 1:
-        # The trial itself only waits; its ranks get the CPUs. Ray refuses a request for nothing.
-        return tune.PlacementGroupFactory([{"memory": 1}])
-    return tune.PlacementGroupFactory([{"CPU": capacity.cpus, **({"GPU": capacity.gpus} if capacity.gpus else {})}])
 
 
 class _ResourceWait:

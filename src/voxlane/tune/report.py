@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import math
 import shlex
+import tempfile
 from collections import Counter
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import yaml
 
 from voxlane import settings
 from voxlane.errors import TuneError
-from voxlane.pages.formatting import as_number, format_duration, format_number
+from voxlane.pages.formatting import as_number, format_duration, format_number, format_value
 from voxlane.pages.render import Tile, render
 from voxlane.store import StoreConfig
 from voxlane.train.run import Run
@@ -20,12 +23,13 @@ from voxlane.train.run_setup import check_config
 from voxlane.train.trainer import BEST
 from voxlane.tune import charts
 from voxlane.tune.importance import BEST_SHARE, MIN_TRIALS, importance, importance_range, scored_trials
-from voxlane.tune.parallel import parallel_chart
 from voxlane.tune.space import Space, set_dotted
-from voxlane.tune.tensorboard import write_events
 from voxlane.tune.trials import Search, State, Trial
 from voxlane.volume.prepared_dataset import Prepared
 
+_EVENT_FILE = "events.out.tfevents.search"
+"""TensorBoard reads any file with `tfevents` in its name; a constant name means that writing again replaces it."""
+_UPLOADS = 16
 _CLOSE_DICE = 0.005
 """One validation of a few dozen cases cannot distinguish two trials whose Dice differ by less."""
 _STATES: tuple[State, ...] = ("done", "running", "stopped", "infeasible", "failed")
@@ -118,7 +122,7 @@ def render_search_page(search: Search) -> str:
         close_dice=_CLOSE_DICE,
         reasons=list(dict.fromkeys(trial.reason for trial in search.trials if trial.reason))[:3],
         next_steps=next_steps,
-        parallel_chart=parallel_chart(search),
+        parallel_chart=charts.parallel_chart(search),
         rungs=_rungs(search),
         importance_chart=charts.importance_chart(shares, importance_range(search)),
         importance_trials=len(scored_trials(search)),
@@ -204,3 +208,85 @@ def _rungs(search: Search) -> list[int]:
 def _local_path(uri: str) -> str:
     """Return a file URI as a path, and any other URI as it is."""
     return uri.removeprefix("file://")
+
+
+# -- TensorBoard: one run per trial with its fields (HParams tab) and curve --------------------------------------------
+
+
+def write_events(search: Search, run: Run) -> None:
+    """Write the event files of `search` below `run`, replacing earlier ones."""
+    with tempfile.TemporaryDirectory(prefix="voxlane-board-") as folder:
+        bodies = {f"tensorboard/{_EVENT_FILE}": _events(Path(folder) / "search", [(_experiment(search), 0, None)])}
+        for trial in search.trials:
+            events = _trial_events(trial, search)
+            bodies[f"tensorboard/{trial.id}/{_EVENT_FILE}"] = _events(Path(folder) / str(trial.number), events)
+    with ThreadPoolExecutor(_UPLOADS) as pool:
+        list(pool.map(run.write_bytes, bodies, bodies.values()))
+
+
+def _events(folder: Path, summaries: list[tuple[Any, int, float | None]]) -> bytes:
+    """Return the bytes of an event file with these (summary, step, Unix seconds)."""
+    from torch.utils.tensorboard import FileWriter
+
+    writer = FileWriter(str(folder))
+    for summary, step, seconds in summaries:
+        writer.add_summary(summary, step, walltime=seconds)
+    writer.close()
+    (file,) = folder.iterdir()
+    return file.read_bytes()
+
+
+def _trial_events(trial: Trial, search: Search) -> list[tuple[Any, int, float | None]]:
+    from tensorboard.plugins.hparams import api_pb2, metadata, plugin_data_pb2
+    from torch.utils.tensorboard.summary import scalar
+
+    end = trial.end(search.last_time)
+    start = plugin_data_pb2.SessionStartInfo(model_uri=trial.run, start_time_secs=trial.started)
+    for name, value in trial.params.items():
+        plain = _plain(value)
+        kind = "bool_value" if isinstance(plain, bool) else "string_value" if isinstance(plain, str) else "number_value"
+        setattr(start.hparams[name], kind, plain)
+    start_summary = _summary(metadata.SESSION_START_INFO_TAG, session_start_info=start)
+    point: Any = scalar  # PyTorch has no types for it
+    events: list[tuple[Any, int, float | None]] = [(start_summary, 0, trial.started)]
+    for epoch, dice in trial.curve:
+        if math.isfinite(dice):
+            share = epoch / max(trial.epochs, 1)
+            events.append((point("mean_dice", dice), epoch, trial.started + share * (end - trial.started)))
+    if trial.score is not None:
+        events.append((point("best_dice", trial.score), trial.epochs, end))
+    if trial.ended is not None:
+        failed = trial.state in ("failed", "infeasible")
+        status = api_pb2.STATUS_FAILURE if failed else api_pb2.STATUS_SUCCESS
+        ended = plugin_data_pb2.SessionEndInfo(status=status, end_time_secs=end)
+        events.append((_summary(metadata.SESSION_END_INFO_TAG, session_end_info=ended), trial.epochs, end))
+    return events
+
+
+def _experiment(search: Search) -> Any:
+    """Return the summary that declares the search's fields and metric to the HParams tab."""
+    from tensorboard.plugins.hparams import api_pb2, metadata
+
+    kinds = {bool: api_pb2.DATA_TYPE_BOOL, float: api_pb2.DATA_TYPE_FLOAT64, str: api_pb2.DATA_TYPE_STRING}
+    fields = []
+    for name in search.space:
+        types = {type(_plain(trial.params.get(name))) for trial in search.trials}
+        fields.append(api_pb2.HParamInfo(name=name, type=kinds[types.pop() if len(types) == 1 else str]))
+    metric = api_pb2.MetricInfo(name=api_pb2.MetricName(tag="best_dice"), display_name="best mean Dice")
+    experiment = api_pb2.Experiment(description=search.name, hparam_infos=fields, metric_infos=[metric])
+    return _summary(metadata.EXPERIMENT_TAG, experiment=experiment)
+
+
+def _summary(tag: str, **data: Any) -> Any:
+    """Return HParams data as a summary; TensorBoard's own function for this needs TensorFlow."""
+    from tensorboard.compat.proto.summary_pb2 import Summary
+    from tensorboard.plugins.hparams import metadata, plugin_data_pb2
+
+    content = metadata.create_summary_metadata(plugin_data_pb2.HParamsPluginData(**data))
+    return Summary(value=[Summary.Value(tag=tag, metadata=content, tensor=metadata.NULL_TENSOR)])
+
+
+def _plain(value: Any) -> bool | float | str:
+    """Return a value as HParams stores it."""
+    number = as_number(value)
+    return value if isinstance(value, bool) else number if number is not None else format_value(value)

@@ -24,11 +24,10 @@ from voxlane.store import StoreConfig
 from voxlane.train.run import Run
 from voxlane.train.run_setup import check_config
 from voxlane.tune.capacity import plan_capacity
-from voxlane.tune.config import rungs
 from voxlane.tune.ledger import SearchLedger
 from voxlane.tune.progress import SearchProgress
 from voxlane.tune.report import publish, write_page
-from voxlane.tune.space import Space, parse_space
+from voxlane.tune.space import Space, parse_space, rungs
 from voxlane.tune.task import Report, TrialTask
 from voxlane.tune.trials import Search
 from voxlane.volume.prepared_dataset import Prepared
@@ -88,7 +87,10 @@ def tune(
 
                 capacity = plan_capacity(list_nodes(), space.tune, space.example_config.accelerator)
                 if not resume:
-                    _create(run, request)  # only once it is certain that the search can run
+                    try:  # only once it is certain that the search can run
+                        run.store.put(run.key("space.json"), json.dumps(request, indent=1).encode(), if_absent=True)
+                    except AlreadyExistsError:
+                        raise _already_exists(run) from None
                 ledger.set_devices(capacity.trials)
                 training = ray_tune.Training(prepared.uri, run.config, capacity, space.tune.cache, tuple(command))
                 with display.show(capacity):
@@ -128,13 +130,6 @@ def _check_trainable(space: Space, prepared: Prepared) -> None:
             check_config(prepared, values, space.tune.workers_per_trial)
         except ConfigError as error:
             raise ConfigError(f"{name}={params[name]}: {error}", uri=space.origin) from None
-
-
-def _create(run: Run, request: Mapping[str, Any]) -> None:
-    try:
-        run.store.put(run.key("space.json"), json.dumps(request, indent=1).encode(), if_absent=True)
-    except AlreadyExistsError:
-        raise _already_exists(run) from None
 
 
 def _already_exists(run: Run) -> TuneError:

@@ -1,4 +1,4 @@
-"""The space of a search: a config file in which some values are distributions.
+"""The space of a search: a config file in which some values are distributions, with a section of settings.
 
     optimizer:
       lr: {loguniform: [0.0001, 0.1]}
@@ -15,13 +15,14 @@ import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal
+
+import pydantic
 
 from voxlane import settings
 from voxlane.errors import ConfigError
 from voxlane.train import config as configs
 from voxlane.train.config import TrainConfig
-from voxlane.tune.config import DEFAULT_TRIALS, TuneConfig
 
 KINDS: Mapping[str, str] = {
     "choice": "[a, b, ...]",
@@ -33,11 +34,78 @@ KINDS: Mapping[str, str] = {
     "quniform": "[low, high, step]",
 }
 """Arguments of each kind of distribution. Both ends are inclusive."""
+DEFAULT_TRIALS = 20
+"""Number of configs that a search tries when `trials` is not set."""
 _NOT_SEARCHED = {
     "fold": "List the folds that every trial trains in tune.folds",
     "devices": "Use tune.workers_per_trial for trials of several processes",
     "loader.disk_cache": "Use tune.cache",
 }
+
+
+@settings.record
+class TuneConfig:
+    """The `tune` section of a space file."""
+
+    trials: int | None = pydantic.Field(default=None, ge=1)
+    """Number of configs to try; null: 20, or every combination of a grid once."""
+    search: Literal["optuna", "random", "grid"] | None = None
+    """Source of the next config. optuna: near the configs that scored well (TPE). random: anywhere in the space. grid:
+    every combination of the `grid` and `choice` values, with the other fields drawn at random. null: grid if the space
+    has a `grid`, otherwise optuna."""
+    scheduler: Literal["asha", "none"] = "asha"
+    """asha: stop a trial early if its mean Dice is not among the best 1/`reduction` of the trials that came as far.
+    none: every trial trains all its epochs."""
+    folds: tuple[int, ...] | None = None
+    """Folds that each trial trains, one run per fold; trials are compared by the mean of their Dice. null: the config's
+    `fold`."""
+    grace_epochs: int | None = pydantic.Field(default=None, ge=1)
+    """asha: number of epochs that every trial may train; null: a ninth of the trial's epochs."""
+    reduction: float = pydantic.Field(default=3.0, gt=1, le=100)
+    """asha: trials are compared after grace_epochs, and again each time their epochs have grown by this factor."""
+    max_concurrent: int | None = pydantic.Field(default=None, ge=1)
+    """Maximum number of concurrent trials; null: as many as fit on the cluster."""
+    cpus_per_trial: float | None = pydantic.Field(default=None, gt=0)
+    """CPUs of a trial, over all its workers; may be a fraction. null: one per worker."""
+    gpus_per_trial: float | None = pydantic.Field(default=None, ge=0)
+    """GPUs of a trial, over all its workers; 0.5: two trials share a GPU. null: one per worker if the cluster has GPUs,
+    otherwise none."""
+    workers_per_trial: int = pydantic.Field(default=1, ge=1)
+    """Number of processes that share each batch of a trial (data parallel)."""
+    cache: str | None = "auto"
+    """Folder on every machine in which its trials share what they read from the bucket. auto: below the machine's
+    temporary folder if the dataset is in a bucket. null: none, or that of loader.disk_cache."""
+    seed: int = pydantic.Field(default=0, ge=0)
+    """Seed of the proposed configs. With search=random or grid, trial N always has the same config."""
+
+
+@settings.record
+class TuneSection:
+    """Wraps `TuneConfig` so that errors name tune.FIELD."""
+
+    tune: TuneConfig = TuneConfig()
+
+
+def grace_epochs(config: TuneConfig, epochs: int) -> int:
+    """Return the number of epochs that every trial of `epochs` may train."""
+    grace = config.grace_epochs or max(1, epochs // 9)
+    if grace > epochs:
+        raise ConfigError(
+            f"tune.grace_epochs: {grace}, but a trial has only {epochs} epochs", fix=f"Use {epochs} or less"
+        )
+    return grace
+
+
+def rungs(config: TuneConfig, epochs: int) -> list[int]:
+    """Return the epochs after which trials are compared, followed by `epochs`; without a scheduler only `epochs`."""
+    if config.scheduler == "none":
+        return [epochs]
+    compared = []
+    rung = float(grace_epochs(config, epochs))
+    while rung < epochs:
+        compared.append(math.ceil(rung))
+        rung *= config.reduction
+    return [*dict.fromkeys(compared), epochs]
 
 
 @dataclass(frozen=True)
@@ -195,13 +263,6 @@ def _parse_space(values: dict[str, Any], origin: str) -> Space:
     space = replace(space, fields={name: _as_configured(space, name) for name in fields})
     _check_counts(space)
     return space
-
-
-@settings.record
-class TuneSection:
-    """Wraps `TuneConfig` so that errors name tune.FIELD."""
-
-    tune: TuneConfig = TuneConfig()
 
 
 def _split(values: Mapping[str, Any], prefix: str, fields: dict[str, Distribution]) -> dict[str, Any]:

@@ -12,9 +12,15 @@ from voxlane.cli.main import main
 from voxlane.cluster.kubernetes.names import node_key
 from voxlane.cluster.kubernetes.operator.agent import check_links
 from voxlane.cluster.kubernetes.operator.crd import CRD
-from voxlane.cluster.kubernetes.operator.manifests import CLUSTER_RULES, REQUIRED_ACCESS, build_manifests
-from voxlane.cluster.kubernetes.operator.plan import StartCopy, StartRemoval
-from voxlane.cluster.kubernetes.operator.pods import build_copier, build_copier_permissions, build_event, build_remover
+from voxlane.cluster.kubernetes.operator.manifests import (
+    CLUSTER_RULES,
+    REQUIRED_ACCESS,
+    build_copier_permissions,
+    build_event,
+    build_manifests,
+    build_pod,
+)
+from voxlane.cluster.kubernetes.operator.plan import StartPod
 from voxlane.cluster.kubernetes.operator.resource import InstallConfig
 from voxlane.errors import ConfigError, DatasetError
 from voxlane.sizes import parse_bytes, parse_duration
@@ -38,7 +44,8 @@ def validate(*manifests: dict[str, Any]) -> None:
 def copier_for(spec: dict[str, Any]) -> dict[str, Any]:
     w = World()
     w.create("d", **spec)
-    return build_copier(w.read("d"), StartCopy("node-a", "u1", 0, (("nvidia.com/gpu", "NoSchedule"),)))
+    start = StartPod("copy", "node-a", "u1", 0, (("nvidia.com/gpu", "NoSchedule"),))
+    return build_pod(w.read("d"), start, CONFIG)
 
 
 @pytest.mark.parametrize("spec", SPECS)
@@ -47,7 +54,7 @@ def test_pods_and_their_permissions_are_valid(spec: dict[str, Any]) -> None:
     w.create("d", **spec)
     dataset = w.read("d")
     assert dataset.problem == ""
-    pods = [copier_for(spec), build_remover(dataset, StartRemoval("node-a", "u1", 3), CONFIG)]
+    pods = [copier_for(spec), build_pod(dataset, StartPod("remove", "node-a", "u1", 3), CONFIG)]
     validate(
         *pods,
         *build_copier_permissions(dataset),
@@ -87,11 +94,11 @@ def test_each_attempt_machine_and_source_has_its_own_pod() -> None:
     w = World()
     w.create("d")
     names = {
-        build_copier(w.read("d"), StartCopy(node, uid, attempt))["metadata"]["name"]
+        build_pod(w.read("d"), StartPod("copy", node, uid, attempt), CONFIG)["metadata"]["name"]
         for node, uid, attempt in (("a", "1", 0), ("a", "1", 1), ("a", "2", 0), ("b", "3", 0))
     }
     w.edit("d", source="gs://b/other")
-    names.add(build_copier(w.read("d"), StartCopy("a", "1", 0))["metadata"]["name"])
+    names.add(build_pod(w.read("d"), StartPod("copy", "a", "1", 0), CONFIG)["metadata"]["name"])
     assert len(names) == 5
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from tests.cluster.operator.world import CONFIG, World
 from voxlane.cluster.kubernetes.operator import plan as plans
-from voxlane.cluster.kubernetes.operator.plan import StartCopy, StartRemoval
+from voxlane.cluster.kubernetes.operator.plan import StartPod
 from voxlane.cluster.kubernetes.operator.status import build_merge_patch
 
 
@@ -31,7 +31,7 @@ def kinds(plan: plans.DatasetPlan) -> list[str]:
 def test_the_finalizer_and_the_status_precede_the_first_pod() -> None:
     w = world("a", "b")
     w.create("d")
-    assert kinds(w.step("d")) == ["SetFinalizer", "PatchStatus", "RecordEvent", "StartCopy"]
+    assert kinds(w.step("d")) == ["SetFinalizer", "PatchStatus", "RecordEvent", "StartPod"]
     assert w.phase("d") == "Staging"
     assert w.status("d")["hostPath"] == "/var/lib/voxlane/datasets/ns.d"
     assert kinds(w.step("d")) == []  # nothing changed
@@ -167,7 +167,7 @@ def test_tainted_nodes_are_used_only_with_a_selector() -> None:
     assert "nodes with taints are used only if a nodeSelector matches them" in w.status("d")["message"]
     w.create("e", nodeSelector={"gpu": "yes"})
     plan = w.step("e")
-    assert plan.actions[-1] == StartCopy("gpu", w.nodes["gpu"].uid, 0, (("nvidia.com/gpu", "NoSchedule"),))
+    assert plan.actions[-1] == StartPod("copy", "gpu", w.nodes["gpu"].uid, 0, (("nvidia.com/gpu", "NoSchedule"),))
 
 
 # -- failures ----------------------------------------------------------------------------------------------------------
@@ -607,7 +607,7 @@ def test_a_failed_removal_is_reported_and_retried() -> None:
     w.delete("d")
     w.step("d")
     w.now += 6
-    assert StartRemoval("a", w.nodes["a"].uid, 0) in w.step("d").actions
+    assert StartPod("remove", "a", w.nodes["a"].uid, 0) in w.step("d").actions
     w.run_pods(lambda _: {"reason": "Disk", "message": "read-only disk"})
     w.step("d")
     assert w.status("d")["message"] == "a: cannot remove the copy: read-only disk"

@@ -9,7 +9,7 @@ from typing import Any
 
 from voxlane.cluster.kubernetes.names import node_key, use_label
 from voxlane.cluster.kubernetes.operator import plan as plans
-from voxlane.cluster.kubernetes.operator.pods import build_copier, build_remover
+from voxlane.cluster.kubernetes.operator.manifests import build_pod
 from voxlane.cluster.kubernetes.operator.resource import (
     DATASET_LABEL,
     FINALIZER,
@@ -140,17 +140,17 @@ class World:
                     "a node without a complete copy is labelled"
                 )
                 assert not present or self.revisions.get((node, dataset.key)) in (None, dataset.revision)
-            case plans.StartCopy(node):
+            case plans.StartPod("copy", node):
                 revision = self.revisions.get((node, dataset.key), dataset.revision)
                 busy = [u for u in self.users(dataset) if u.node == node]
                 assert revision == dataset.revision or not busy, "data is replaced under a pod"
                 assert revision == dataset.revision or dataset.label not in self.nodes[node].labels
-                self._create(build_copier(dataset, action))
-            case plans.StartRemoval(node):
+                self._create(build_pod(dataset, action, self.config))
+            case plans.StartPod("remove", node):
                 busy = [u for u in self.users(dataset) if u.node == node]
                 assert not busy, "data is removed under a pod"
                 assert dataset.label not in self.nodes[node].labels
-                self._create(build_remover(dataset, action, self.config))
+                self._create(build_pod(dataset, action, self.config))
             case plans.DeletePod(namespace, pod):
                 self.pods.pop((namespace, pod), None)
             case plans.EvictCopy(_, other, node, message):

@@ -23,7 +23,7 @@ from voxlane.cluster.ray.elastic import WorkerRequest
 from voxlane.cluster.ray.ranks import explain_failure, is_peer_loss
 from voxlane.errors import ClusterError, ConfigError, LostError, NoMemoryError, RunError, VoxlaneError
 
-TWO = [RayNode("a", "h1", 2, 0), RayNode("b", "h2", 2, 0)]
+TWO = [RayNode("a", 2, 0), RayNode("b", 2, 0)]
 
 
 @pytest.mark.parametrize(
@@ -47,7 +47,7 @@ def test_number_of_workers_that_fit(workers: int, cpus: float, gpus: float, spre
 
 
 def test_workers_are_placed_together_on_the_largest_nodes() -> None:
-    nodes = [RayNode("a", "", 1, 0), RayNode("b", "", 4, 0), RayNode("c", "", 3, 0)]
+    nodes = [RayNode("a", 1, 0), RayNode("b", 4, 0), RayNode("c", 3, 0)]
     assert place_workers(nodes, 5, 1) == ["b", "b", "b", "b", "c"]
     assert place_workers(nodes, 4, 1, 0, 2) == ["b", "b", "c", "c"]
     assert place_workers(nodes, 3, 1, 0, 3) == ["b", "c", "a"]
@@ -89,8 +89,8 @@ def test_a_minimum_of_workers_is_enough() -> None:
 
 
 def test_resources_of_an_ended_attempt_count_as_free() -> None:
-    free = [RayNode("a", "", 0, 0), RayNode("b", "", 1, 1)]
-    assert add_released(free, ["a", "a", "b"], 1, 0.5) == [RayNode("a", "", 2, 1), RayNode("b", "", 2, 1.5)]
+    free = [RayNode("a", 0, 0), RayNode("b", 1, 1)]
+    assert add_released(free, ["a", "a", "b"], 1, 0.5) == [RayNode("a", 2, 1), RayNode("b", 2, 1.5)]
 
 
 @given(
@@ -98,14 +98,14 @@ def test_resources_of_an_ended_attempt_count_as_free() -> None:
     least=st.integers(1, 4),
 )  # fmt: skip
 def test_the_most_workers_that_fit_and_divide_the_batch(workers: int, batch: int, cpus: list[int], least: int) -> None:
-    nodes = [RayNode(str(n), "", c, 0) for n, c in enumerate(cpus)]
+    nodes = [RayNode(str(n), c, 0) for n, c in enumerate(cpus)]
     count = WorkerRequest(workers, least, least, None, 1, 0, batch).count_workers(nodes)
     assert count == max((n for n in range(1, workers + 1) if batch % n == 0 and n <= sum(cpus)), default=0)
 
 
 def test_remaining_nodes_keep_their_number_of_workers() -> None:
     request = WorkerRequest(workers=6, min_workers=1, min_workers_at_start=6, nodes=3, cpus=1, gpus=0, batch=12)
-    nodes = [RayNode(str(n), "", 2, 0) for n in range(3)]
+    nodes = [RayNode(str(n), 2, 0) for n in range(3)]
     assert [request.count_workers(nodes[:n]) for n in (3, 2, 1, 0)] == [6, 4, 2, 0]
     assert [request.count_nodes(n) for n in (6, 4, 2)] == [3, 2, 1]
     odd = WorkerRequest(workers=6, min_workers=1, min_workers_at_start=6, nodes=3, cpus=1, gpus=0, batch=6)

@@ -54,7 +54,6 @@ class RayNode:
     """A machine of a Ray cluster, with its total or its free resources."""
 
     id: str
-    host: str
     cpus: float
     gpus: float
 
@@ -121,20 +120,14 @@ def check_capacity(
         return
     if spread is not None and spread > len(nodes):
         raise ClusterError(f"{spread} nodes requested, the cluster has {len(nodes)}", fix=f"Give --nodes {len(nodes)}")
-    raise _too_small_error(nodes, workers, cpus, gpus, spread, fitting)
-
-
-def _too_small_error(
-    nodes: Sequence[RayNode], workers: int, cpus: float, gpus: float, spread: int | None, fitting: int
-) -> ClusterError:
-    total = sum(n.gpus for n in nodes) if gpus else sum(n.cpus for n in nodes)
+    total = sum(node.gpus if gpus else node.cpus for node in nodes)
     resource, option = ("GPU", "--gpus-per-worker") if gpus else ("CPU", "--cpus-per-worker")
     across = f" on {spread} nodes" if spread is not None else ""
     fixes = [f"--workers {fitting}"] if fitting and spread is None else []
     smaller = math.floor(100 * total / workers) / 100
     if spread is None and 0 < smaller < (gpus or cpus):
         fixes.append(f"{option} {smaller:g}")
-    return ClusterError(
+    raise ClusterError(
         f"{workers} workers of {format_resources(cpus, gpus)}{across} requested, the cluster has {total:g} {resource} "
         f"on {len(nodes)} node{'s' * (len(nodes) != 1)}: {fitting} fit",
         fix=f"Give {' or '.join(fixes)}" if fixes else f"Give fewer workers, or a smaller {option}",
@@ -154,16 +147,26 @@ def open_cluster(address: str | None = None, *, cpus: float | None = None) -> It
     `address`: host:port of its head, or `auto` for the cluster that this machine is a node of. `cpus`: CPUs of a
     cluster started here (default: all of the machine). A process that is connected already keeps its cluster.
     """
-    ray = _import_ray()
+    set_defaults()
+    try:
+        import ray
+        import ray._private.auto_init_hook as hook
+        import ray._private.worker
+        import ray.train.torch
+    except ImportError:
+        raise MissingExtraError.of("ray", "running on a cluster") from None
+    # A thread that still waits for ranks when we disconnect would otherwise start or join any Ray on the machine.
+    hook.enable_auto_connect = False
     if ray.is_initialized():
         yield ray.get_runtime_context().gcs_address
         return
     with ExitStack() as cleanup:
         arguments: dict[str, Any] = {"address": address}
         if address is None:
-            folder = tempfile.TemporaryDirectory(
-                prefix="voxlane-", dir=_choose_folder(tempfile.gettempdir()), ignore_cleanup_errors=True
-            )
+            parent = tempfile.gettempdir()
+            if len(os.fsencode(parent)) + 20 + _SESSION_NAME_BYTES > _SOCKET_PATH_BYTES:
+                parent = "/tmp"  # the paths of Ray's sockets would be too long for the system
+            folder = tempfile.TemporaryDirectory(prefix="voxlane-", dir=parent, ignore_cleanup_errors=True)
             arguments = {
                 "address": "local",
                 "num_cpus": cpus,
@@ -190,10 +193,9 @@ def list_nodes() -> list[RayNode]:
     import ray
 
     return [
-        RayNode(node["NodeID"], node["NodeManagerHostname"], resources.get("CPU", 0.0), resources.get("GPU", 0.0))
+        RayNode(node["NodeID"], node["Resources"].get("CPU", 0.0), node["Resources"].get("GPU", 0.0))
         for node in ray.nodes()
         if node["Alive"]
-        for resources in [node["Resources"]]
     ]
 
 
@@ -213,25 +215,6 @@ def set_defaults() -> None:
     """Set our defaults for Ray in the environment, unless the user has set them."""
     for name, value in _DEFAULTS.items():
         os.environ.setdefault(name, value)
-
-
-def _import_ray() -> Any:
-    set_defaults()
-    try:
-        import ray
-        import ray._private.auto_init_hook as hook
-        import ray._private.worker
-        import ray.train.torch
-    except ImportError:
-        raise MissingExtraError.of("ray", "running on a cluster") from None
-    # A thread that still waits for ranks when we disconnect would otherwise start or join any Ray on the machine.
-    hook.enable_auto_connect = False
-    return ray
-
-
-def _choose_folder(folder: str) -> str:
-    """Return `folder`, or /tmp if the paths of Ray's sockets below it would be too long for the system."""
-    return folder if len(os.fsencode(folder)) + 20 + _SESSION_NAME_BYTES <= _SOCKET_PATH_BYTES else "/tmp"
 
 
 def _check_reachable(address: str) -> None:

@@ -11,6 +11,7 @@ import datetime
 import os
 import signal
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -19,14 +20,16 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from tqdm import tqdm
+
 from voxlane.cluster.ray import cluster as clusters
 from voxlane.cluster.ray.cluster import RayNode
-from voxlane.cluster.ray.follow import Follower
 from voxlane.cluster.ray.ranks import run_on_ranks
 from voxlane.distributed import gather_objects
 from voxlane.errors import ClusterError, ConfigError, LostError, RunError, StoppedError, VoxlaneError
 from voxlane.store import StoreConfig
 from voxlane.train.fit import RESUME_FIX, fit
+from voxlane.train.recorder import format_epoch
 from voxlane.train.run import Run, TrainedRun
 from voxlane.train.run_setup import check_config, prepare_run
 from voxlane.volume.prepared_dataset import Prepared
@@ -34,6 +37,7 @@ from voxlane.volume.prepared_dataset import Prepared
 WORKERS_FILE = "workers.json"
 MAX_ATTEMPTS_WITHOUT_PROGRESS = 3
 _POLL_S = 0.5
+_FOLLOW_INTERVAL_S = 1.0
 
 
 @dataclass(frozen=True)
@@ -124,8 +128,8 @@ def train_on_ray(
         request = WorkerRequest(
             workers, min_workers or 1, min_workers or workers, nodes, cpus_per_worker, gpus, config.batch
         )
-        with Follower(run, config.epochs, progress, print_line) as follower:
-            return _run_attempts(run, head_address, request, resume, follower, patience or Patience())
+        with _follow_history(run, config.epochs, progress, print_line) as report_workers:
+            return _run_attempts(run, head_address, request, resume, report_workers, patience or Patience())
 
 
 def _choose_gpus(requested: float | None, nodes: Sequence[RayNode], accelerator: str, workers: int) -> float:
@@ -140,24 +144,78 @@ def _choose_gpus(requested: float | None, nodes: Sequence[RayNode], accelerator:
     return requested
 
 
+@contextmanager
+def _follow_history(
+    run: Run, epochs: int, progress: bool | None, print_line: Callable[[str], None] | None
+) -> Iterator[Callable[[str], None]]:
+    """Print the epochs of RUN/history.json while the block runs; yield the function that prints a line about workers.
+
+    `progress`: a bar (True), nothing (False), or by default a bar on a terminal and otherwise a line per epoch.
+    """
+    use_bar = sys.stdout.isatty() if progress is None else progress
+    bar = tqdm(total=epochs, unit="epoch", dynamic_ncols=True, disable=not use_bar)
+    ended = threading.Event()
+
+    def read_history() -> list[dict[str, Any]]:
+        try:
+            return run.read_json("history.json") or []
+        except VoxlaneError:
+            return []  # the next read may succeed; training does not depend on it
+
+    # Epochs of an earlier part of the run are not reported again.
+    last_epoch = max((entry["epoch"] for entry in read_history()), default=-1)
+    bar.update(last_epoch + 1)
+
+    def report_new_epochs() -> None:
+        nonlocal last_epoch
+        for entry in read_history():
+            if entry["epoch"] <= last_epoch:
+                continue
+            last_epoch = entry["epoch"]
+            dice = {} if entry["mean_dice"] is None else {"dice": f"{entry['mean_dice']:.3f}"}
+            speed = {"patches/s": f"{entry['patches_per_s']:.1f}", "workers": entry["ranks"]}
+            bar.update(1)
+            bar.set_postfix({"loss": f"{entry['loss']:.3f}", **dice, **speed})
+            if progress is None and not use_bar:
+                print(format_epoch(entry, epochs), flush=True)
+
+    def follow() -> None:
+        while not ended.wait(_FOLLOW_INTERVAL_S):
+            report_new_epochs()
+
+    thread = threading.Thread(target=follow, name="voxlane-follow", daemon=True)
+    thread.start()
+    with bar:
+        try:
+            yield print_line or (lambda text: bar.write(f"voxlane: {text}", file=sys.stderr))
+        finally:
+            ended.set()
+            thread.join(timeout=10)
+        report_new_epochs()
+
+
 def _run_attempts(
-    run: Run, head_address: str, request: WorkerRequest, resume: bool, follower: Follower, patience: Patience
+    run: Run,
+    head_address: str,
+    request: WorkerRequest,
+    resume: bool,
+    report_workers: Callable[[str], None],
+    patience: Patience,
 ) -> dict[str, Any]:
     """Run attempt after attempt, until the run is done or cannot continue."""
-    log = AttemptLog(run)
     previous, failed_attempts = 0, 0
     while True:
         epochs = _count_epochs(run)
-        workers = _wait_for_capacity(request, patience, follower, is_first=previous == 0)
+        workers = _wait_for_capacity(request, patience, report_workers, is_first=previous == 0)
         if workers != previous and (previous or workers < request.workers):
-            follower.report(_describe_change(previous, workers, request))
-        number = log.start(workers)
+            report_workers(_describe_change(previous, workers, request))
+        number = _start_attempt(run, workers)
         fit_rank = partial(_fit_rank, run.folder_uri, run.config, resume, number, request, workers)
         try:
             nodes, cpus, gpus = request.count_nodes(workers), request.cpus, request.gpus
             report, can_grow = run_on_ranks(fit_rank, workers=workers, nodes=nodes, cpus=cpus, gpus=gpus)
         except LostError as error:
-            log.end(number, str(error))
+            _end_attempt(run, number, str(error))
             if not clusters.is_listening(head_address):
                 raise LostError(
                     f"the head of the Ray cluster at {head_address} was lost; saved checkpoints remain",
@@ -173,22 +231,24 @@ def _run_attempts(
                 ) from None
             if run.is_done:  # it was lost after its last checkpoint
                 return dict(run.read_json("stall.json") or {})
-            follower.report(f"{error}; continuing from the last checkpoint")
+            report_workers(f"{error}; continuing from the last checkpoint")
             resume = True
         except BaseException as error:
             cause = "interrupted" if isinstance(error, KeyboardInterrupt) else type(error).__name__
-            log.end(number, str(error) if isinstance(error, VoxlaneError) else cause)
+            _end_attempt(run, number, str(error) if isinstance(error, VoxlaneError) else cause)
             raise
         else:
             if not can_grow or run.is_done:
-                log.end(number, "done")
+                _end_attempt(run, number, "done")
                 return dict(report)
-            log.end(number, "stopped after an epoch: more workers fit")
+            _end_attempt(run, number, "stopped after an epoch: more workers fit")
             resume, failed_attempts = True, 0
         previous = workers
 
 
-def _wait_for_capacity(request: WorkerRequest, patience: Patience, follower: Follower, *, is_first: bool) -> int:
+def _wait_for_capacity(
+    request: WorkerRequest, patience: Patience, report_workers: Callable[[str], None], *, is_first: bool
+) -> int:
     """Wait until all workers fit, at most as long as `patience` allows; return the number of workers that fit.
 
     At first "all" is the number that the whole cluster could hold, later the number requested, since lost machines may
@@ -210,7 +270,7 @@ def _wait_for_capacity(request: WorkerRequest, patience: Patience, follower: Fol
         if not reported and waited_s > 3:
             reported = True
             limit_s = patience.for_all_s if workers >= least else patience.for_least_s
-            follower.report(f"{workers} of {request.workers} workers fit: waiting up to {limit_s:.0f} s for more")
+            report_workers(f"{workers} of {request.workers} workers fit: waiting up to {limit_s:.0f} s for more")
         time.sleep(_POLL_S)
 
 
@@ -261,7 +321,7 @@ def _fit_rank(
         nonlocal can_grow
         if not is_first_rank:
             return False
-        newest = AttemptLog(run).newest
+        newest = len(_read_attempts(run)) - 1
         if newest != attempt:
             fix = "Train the run only once at a time"
             raise RunError(f"attempt {newest + 1} of the run took over", uri=run.folder_uri, fix=fix)
@@ -272,48 +332,36 @@ def _fit_rank(
         return can_grow
 
     if is_first_rank:
-        AttemptLog(run).set_ranks(attempt, ranks)
+        _update_attempt(run, attempt, ranks=ranks, nodes=len({rank["node"] for rank in ranks}))
     return fit(run_uri, store, resume=resume, progress=False, on_epoch=stop_to_grow), can_grow
 
 
-class AttemptLog:
-    """RUN/workers.json: a list with an entry per attempt: its start and end, the cause of its end, and its ranks.
+# -- RUN/workers.json: a list with an entry per attempt: its start and end, the cause of its end, and its ranks --------
+# The driver writes it before the ranks start and after they end, rank 0 in between.
 
-    The driver writes it before the ranks start and after they end, rank 0 in between.
-    """
 
-    def __init__(self, run: Run) -> None:
-        self._run = run
+def _read_attempts(run: Run) -> list[dict[str, Any]]:
+    return run.read_json(WORKERS_FILE) or []
 
-    def _read(self) -> Any:
-        return self._run.read_json(WORKERS_FILE) or []
 
-    @property
-    def newest(self) -> int:
-        """Number of the last attempt, from 0."""
-        return len(self._read()) - 1
+def _start_attempt(run: Run, workers: int) -> int:
+    """Add a new attempt; return its number, from 0."""
+    attempts = _read_attempts(run)
+    if attempts and attempts[-1]["ended"] is None:
+        attempts[-1].update(ended=_now(), why="its driver was lost")
+    attempts.append({"began": _now(), "workers": workers, "ranks": [], "ended": None, "why": None})
+    run.write_json(WORKERS_FILE, attempts)
+    return len(attempts) - 1
 
-    def start(self, workers: int) -> int:
-        """Add a new attempt; return its number."""
-        attempts = self._read()
-        if attempts and attempts[-1]["ended"] is None:
-            attempts[-1].update(ended=_now(), why="its driver was lost")
-        attempts.append({"began": _now(), "workers": workers, "ranks": [], "ended": None, "why": None})
-        self._run.write_json(WORKERS_FILE, attempts)
-        return len(attempts) - 1
 
-    def set_ranks(self, number: int, ranks: Sequence[Mapping[str, Any]]) -> None:
-        """Record where each rank runs."""
-        self._update(number, ranks=[dict(rank) for rank in ranks], nodes=len({rank["node"] for rank in ranks}))
+def _update_attempt(run: Run, number: int, **values: Any) -> None:
+    attempts = _read_attempts(run)
+    attempts[number].update(values)
+    run.write_json(WORKERS_FILE, attempts)
 
-    def end(self, number: int, cause: str) -> None:
-        """Record the end of an attempt."""
-        self._update(number, ended=_now(), why=cause)
 
-    def _update(self, number: int, **values: Any) -> None:
-        attempts = self._read()
-        attempts[number].update(values)
-        self._run.write_json(WORKERS_FILE, attempts)
+def _end_attempt(run: Run, number: int, cause: str) -> None:
+    _update_attempt(run, number, ended=_now(), why=cause)
 
 
 def _now() -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import tempfile
 import time
 from collections.abc import Callable, Mapping
@@ -20,36 +21,21 @@ from voxlane.errors import ClusterError, LostError, NoMemoryError, RunError, Vox
 
 _PEER_LOSS_DELAY_S = 1.5
 """Time that a rank waits before it reports the loss of a peer, so that the peer's own error arrives first."""
-_PEER_LOSS_TEXTS = (
-    "connection closed by peer",
-    "connection reset by peer",
-    "connection refused",
-    "broken pipe",
-    "gloo",
-    "nccl",
-    "timed out waiting for",
-    "process group",
-    "rendezvous",
-    "tcpstore",
+_PEER_LOSS = re.compile(
+    "connection (closed|reset) by peer|connection refused|broken pipe|gloo|nccl|timed out waiting for|process group"
+    "|rendezvous|tcpstore",
+    re.IGNORECASE,
 )
-"""Parts of torch's messages, in lower case, when another rank is gone. Gloo raises a plain RuntimeError."""
+"""Texts in torch's messages when another rank is gone. Gloo raises a plain RuntimeError."""
 _DEATHS = {
     "low on memory": "",
-    "node was terminated": "its machine was lost",
-    "node is dead": "its machine was lost",
-    "node has died": "its machine was lost",
-    "node died": "its machine was lost",
+    "node (was terminated|is dead|has died|died)": "its machine was lost",
     "unavailable": "it stopped responding",
-    "connection error": "its process was killed",
-    "died unexpectedly": "its process was killed",
+    "connection error|died unexpectedly": "its process was killed",
 }
-"""Parts of Ray's messages about a lost worker, in lower case, and their meaning; empty: use Ray's message.
+"""Patterns of Ray's messages about a lost worker, and their meaning; empty: use Ray's message.
 
 Ray raises the same type for all of them."""
-_WORKER_ENVIRONMENT = {
-    # Threads that spin while they wait take cores from the loader and from the other ranks of the machine.
-    "OMP_WAIT_POLICY": "PASSIVE"
-}
 
 
 def run_on_ranks(
@@ -73,7 +59,10 @@ def run_on_ranks(
     from ray.train.torch import TorchConfig, TorchTrainer
 
     clusters.set_defaults()
-    hidden_gpus = {} if gpus else {"CUDA_VISIBLE_DEVICES": ""}  # a worker that requests no GPU uses none
+    # Threads that spin while they wait take cores from the loader and from the other ranks of the machine.
+    variables = {"OMP_WAIT_POLICY": "PASSIVE"}
+    if not gpus:
+        variables["CUDA_VISIBLE_DEVICES"] = ""  # a worker that requests no GPU uses none
     node_labels = None
     if nodes is not None:
         placed = clusters.place_workers(clusters.list_free_nodes(), workers, cpus, gpus, nodes)
@@ -95,7 +84,7 @@ def run_on_ranks(
                 storage_path=folder,
                 # By default Ray retries placing workers, and preempted workers, forever.
                 failure_config=FailureConfig(max_failures=0, controller_failure_limit=0, max_preemption_failures=0),
-                worker_runtime_env={"env_vars": {**_WORKER_ENVIRONMENT, **hidden_gpus, **(environment or {})}},
+                worker_runtime_env={"env_vars": {**variables, **(environment or {})}},
                 logging_config=LoggingConfig(log_level="CRITICAL"),
             ),
         )
@@ -123,7 +112,7 @@ def is_peer_loss(error: BaseException) -> bool:
 
     if isinstance(error, dist.DistError):
         return True
-    return isinstance(error, RuntimeError) and any(text in str(error).lower() for text in _PEER_LOSS_TEXTS)
+    return isinstance(error, RuntimeError) and _PEER_LOSS.search(str(error)) is not None
 
 
 def _wait_for(trainer: Any) -> Any:
@@ -177,7 +166,7 @@ def _explain_death(failure: BaseException) -> str | None:
         return "it did not respond"
     if not isinstance(actor_error, RayActorError):
         return None
-    for part, meaning in _DEATHS.items():
-        if part in " ".join(str(actor_error).split()).lower():
+    for pattern, meaning in _DEATHS.items():
+        if re.search(pattern, " ".join(str(actor_error).split()), re.IGNORECASE):
             return meaning or shorten(actor_error)
     return shorten(actor_error, 200) or "its process ended"

@@ -91,7 +91,8 @@ def submit(job: SlurmJob) -> JobRecord:
     text = render_script(job)
     result = _run(["sbatch", "--parsable"], text)
     if result.returncode:
-        raise explain_refusal(result.stderr, job, _list_partitions())
+        partitions = _run(["sinfo", "--noheader", "--format=%R"]).stdout.split()
+        raise explain_refusal(result.stderr, job, sorted(set(partitions)))
     number = int(result.stdout.strip().split(";")[0])
     for queued in list_jobs([number]):
         if queued.reason in _PERMANENT_REASONS:
@@ -117,17 +118,15 @@ def list_jobs(ids: Sequence[int] = ()) -> list[JobStatus]:
         )
     listed = parse_queue(result.stdout)
     missing = sorted(set(ids) - {job.id for job in listed})
-    return listed + (_list_accounted(missing) if missing else [])
-
-
-def _list_accounted(ids: Sequence[int]) -> list[JobStatus]:
-    """Return jobs that the queue has forgotten, if the cluster keeps accounts."""
-    options = [f"--delimiter={_SEPARATOR}", f"--format={_SACCT_COLUMNS}", "-j", ",".join(map(str, ids))]
+    if not missing:
+        return listed
+    # The queue has forgotten them; a cluster that keeps accounts has not.
+    options = [f"--delimiter={_SEPARATOR}", f"--format={_SACCT_COLUMNS}", "-j", ",".join(map(str, missing))]
     try:
-        result = _run(["sacct", "-X", "-P", "-n", *options])
+        accounts = _run(["sacct", "-X", "-P", "-n", *options])
     except ClusterError:  # not installed: the cluster keeps no accounts
-        return []
-    return [] if result.returncode else parse_queue(result.stdout)
+        return listed
+    return listed if accounts.returncode else listed + parse_queue(accounts.stdout)
 
 
 def find_log(number: int) -> str:
@@ -188,13 +187,9 @@ def _write_record(record: JobRecord) -> None:
 
 def _record_path(number: int) -> Path:
     base = os.environ.get("XDG_STATE_HOME") or "~/.local/state"
-    return Path(base).expanduser() / "voxlane" / "slurm" / _cluster_name() / f"{number}.json"
-
-
-def _cluster_name() -> str:
-    """Return the name of the cluster, because job numbers are unique within a cluster only."""
+    # Job numbers are unique within a cluster only.
     match = re.search(r"^ClusterName\s*=\s*(\S+)", _run(["scontrol", "show", "config"]).stdout, re.MULTILINE)
-    return match[1] if match else "slurm"
+    return Path(base).expanduser() / "voxlane" / "slurm" / (match[1] if match else "slurm") / f"{number}.json"
 
 
 # -- output and messages of SLURM --------------------------------------------------------------------------------------
@@ -318,10 +313,6 @@ def _last_message(stderr: str) -> str:
     """Return SLURM's last line without the program's name."""
     lines = [line for line in stderr.strip().splitlines() if line.strip()] or ["it gave no reason"]
     return re.sub(r"^\w+: (error: )?", "", lines[-1])
-
-
-def _list_partitions() -> list[str]:
-    return sorted(set(_run(["sinfo", "--noheader", "--format=%R"]).stdout.split()))
 
 
 def _run(command: list[str], text: str | None = None) -> subprocess.CompletedProcess[str]:

@@ -21,16 +21,13 @@ _TRIED_PORTS = 1000
 
 def find_endpoint(first_port: int, other_host: str | None = None) -> tuple[str, list[int]]:
     """Return the address by which `other_host` reaches this machine, and free ports from `first_port` on."""
-    free_ports = filter(_is_free, range(first_port, first_port + _TRIED_PORTS))
-    return _find_address(other_host), list(itertools.islice(free_ports, _PORTS))
-
-
-def _find_address(other_host: str | None) -> str:
+    address = "127.0.0.1"
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe, contextlib.suppress(OSError):
         # This sends nothing: it only asks the routing table for the address that leads there.
         probe.connect((other_host or socket.gethostname(), 9))
-        return str(probe.getsockname()[0])
-    return "127.0.0.1"
+        address = str(probe.getsockname()[0])
+    free_ports = filter(_is_free, range(first_port, first_port + _TRIED_PORTS))
+    return address, list(itertools.islice(free_ports, _PORTS))
 
 
 def _is_free(port: int) -> bool:

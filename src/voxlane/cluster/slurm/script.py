@@ -206,8 +206,11 @@ def directives(job: SlurmJob) -> list[str]:
 
 def render_script(job: SlurmJob) -> str:
     """Return the batch script of a job."""
-    launcher = {"ray": _RAY, "torchrun": _TORCHRUN, "none": _NONE}[job.launcher]
+    launcher = {"ray": _RAY, "torchrun": _TORCHRUN, "none": ""}[job.launcher]
     folder = _quote_expanding(job.local_disk or "")
+    command = parallel.find_command(job.command)
+    # torchrun never restarts the ranks of a command that would start from scratch.
+    retries = 2 if command is not None and command.resumes else 0
     parts = [
         "#!/bin/bash",
         *(f"#SBATCH {line}" for line in directives(job)),
@@ -225,18 +228,12 @@ def render_script(job: SlurmJob) -> str:
         _COMMON,
         *([_STAGE.format(data=shlex.quote(job.stage), folder=folder)] if job.stage else []),
         *([_ENDPOINT] if job.launcher != "none" else []),
-        launcher.format(per_node=job.per_node, object_store=OBJECT_STORE_BYTES, retries=_count_retries(job)),
+        launcher.format(per_node=job.per_node, object_store=OBJECT_STORE_BYTES, retries=retries),
         "words=(" + " ".join(render_command(job, job.command)) + ")",
         '[ "$restarts" -eq 0 ] || words=(' + " ".join(render_command(job, restart_arguments(job.command))) + ")",
         _RUN,
     ]
     return "\n".join(parts)
-
-
-def _count_retries(job: SlurmJob) -> int:
-    """Return how often torchrun restarts ranks by itself: never for a command that would start from scratch."""
-    command = parallel.find_command(job.command)
-    return 2 if command is not None and command.resumes else 0
 
 
 def _quote_directive(text: str) -> str:
@@ -264,6 +261,7 @@ stopping=        # the job's state when it was asked to stop
 
 say() { printf '%s voxlane: %s\n' "$(date '+%F %T')" "$*"; }
 node() { exec "$python" -m voxlane.cluster.slurm.node "$@"; }
+run() { exec "$python" -m voxlane "$@"; }
 # Waits for a child, even if a signal arrives meanwhile; its exit status is then in $status.
 await() {
   while wait "$1" 2> /dev/null; status=$?; kill -0 "$1" 2> /dev/null; do :; done
@@ -378,7 +376,6 @@ start_ray "${{hosts[0]}}" --head --node-ip-address="$head_ip" --port="$port" --d
 wait_for_ray "${{hosts[0]}}"
 for host in "${{hosts[@]:1}}"; do start_ray "$host" --address="$address"; done
 [ "${{#hosts[@]}}" -eq 1 ] || wait_for_ray "${{hosts[@]}}"
-run() {{ exec "$python" -m voxlane "$@"; }}
 """
 
 _TORCHRUN = r"""
@@ -394,10 +391,6 @@ in_steps=yes
 run() {{
   exec "${{step[@]}}" --nodes="$SLURM_JOB_NUM_NODES" --kill-on-bad-exit=1 bash -c 'torchrun_node "$@"' torchrun "$@"
 }}
-"""
-
-_NONE = r"""
-run() {{ exec "$python" -m voxlane "$@"; }}
 """
 
 _RUN = r"""driver=

@@ -11,7 +11,7 @@ from typing import Any
 
 import yaml
 
-from voxlane.cluster.exit_status import STOPPED
+from voxlane.cluster.commands import STOPPED
 from voxlane.cluster.kubernetes.app import pod
 from voxlane.cluster.kubernetes.app.config import REPLICATED_JOB, App, Resources, Stage
 from voxlane.cluster.kubernetes.app.k8s import APP_LABEL, BOARD

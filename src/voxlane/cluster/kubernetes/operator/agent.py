@@ -118,20 +118,17 @@ class OperatorAgentStageCommand(OperatorAgentRemoveCommand):
 
 
 class ProgressReporter(threading.Thread):
-    """Patch the latest progress into the status of the dataset."""
+    """Patches the latest progress into the status of the dataset once a second, if it changed."""
 
     def __init__(self, request: OperatorAgentStageCommand) -> None:
         super().__init__(daemon=True)
         self._request = request
         self._progress: dict[str, Any] = {}
-        self._has_news = threading.Event()
         self._closed = threading.Event()
-        self._has_failed = False
 
     def report(self, **progress: Any) -> None:
         """Replace the progress to be reported; never block."""
         self._progress = {**self._progress, **progress}
-        self._has_news.set()
 
     def run(self) -> None:
         """Send progress until closed."""
@@ -142,31 +139,27 @@ class ProgressReporter(threading.Thread):
             print(f"voxlane: cannot report progress: {error}", file=sys.stderr)
             return
         path = path_of(API_VERSION, "StagedDataset", namespace, name)
-        while not self._closed.is_set():
-            self._has_news.wait()
-            self._has_news.clear()
-            self._send(cluster, path)
-            self._closed.wait(_REPORT_INTERVAL_S)
-        self._send(cluster, path)
+        sent: dict[str, Any] = {}
+        has_failed = is_last = False
+        while not is_last:
+            is_last = self._closed.wait(_REPORT_INTERVAL_S)
+            progress = self._progress
+            if progress == sent:
+                continue
+            # The uid protects a dataset that was deleted and created again under the same name.
+            status = {"nodes": {self._request.node: progress}}
+            try:
+                cluster.patch(path, {"metadata": {"uid": self._request.uid}, "status": status}, subresource="status")
+                sent, has_failed = progress, False
+            except ClusterError as error:
+                if not has_failed:
+                    print(f"voxlane: cannot report progress, the copy continues: {error}", file=sys.stderr, flush=True)
+                has_failed = True
 
     def close(self) -> None:
         """Send the last progress and stop."""
         self._closed.set()
-        self._has_news.set()
         self.join(10)
-
-    def _send(self, cluster: Cluster, path: str) -> None:
-        if not self._progress:
-            return
-        # The uid protects a dataset that was deleted and created again under the same name.
-        status = {"nodes": {self._request.node: self._progress}}
-        try:
-            cluster.patch(path, {"metadata": {"uid": self._request.uid}, "status": status}, subresource="status")
-            self._has_failed = False
-        except ClusterError as error:
-            if not self._has_failed:
-                print(f"voxlane: cannot report progress, the copy continues: {error}", file=sys.stderr, flush=True)
-            self._has_failed = True
 
 
 def check_links(mount: str) -> None:
@@ -183,19 +176,6 @@ def check_links(mount: str) -> None:
                 )
 
 
-def describe_failure(error: BaseException) -> dict[str, Any]:
-    """Return the kind and the message of a failure, for the operator."""
-    reason = next(reason for kind, reason in _FAILURE_REASONS if isinstance(error, kind))
-    failure: dict[str, Any] = {"reason": reason, "message": str(error) or type(error).__name__}
-    if isinstance(error, NoRoomError):
-        failure["lackingBytes"] = error.lacking_bytes
-    if isinstance(error, CredentialsError):
-        # The fix that the error suggests is for a person's machine.
-        message = f"{error.uri or 'the source'}: the server does not accept the copier's credentials"
-        failure["message"] = f"{message}. Name a Secret or a service account in credentials"
-    return failure
-
-
 @contextlib.contextmanager
 def _write_result(path: str | None, result: dict[str, Any]) -> Iterator[None]:
     """Write the result, or the failure, to the file that the kubelet reads.
@@ -207,8 +187,15 @@ def _write_result(path: str | None, result: dict[str, Any]) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        failure = describe_failure(error)
-        result |= {**failure, "message": failure["message"][:_MAX_MESSAGE_CHARS]}
+        message = str(error) or type(error).__name__
+        if isinstance(error, CredentialsError):
+            # The fix that the error suggests is for a person's machine.
+            message = f"{error.uri or 'the source'}: the server does not accept the copier's credentials"
+            message += ". Name a Secret or a service account in credentials"
+        if isinstance(error, NoRoomError):
+            result["lackingBytes"] = error.lacking_bytes
+        result["reason"] = next(reason for kind, reason in _FAILURE_REASONS if isinstance(error, kind))
+        result["message"] = message[:_MAX_MESSAGE_CHARS]
         raise
     finally:
         signal.signal(signal.SIGTERM, previous)

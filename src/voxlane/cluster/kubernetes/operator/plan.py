@@ -15,12 +15,12 @@ copied to again.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal
 
 from voxlane.cluster.kubernetes.operator.resource import (
-    COPY_FIELDS,
     FINALIZER,
     STALE,
     AgentPod,
@@ -70,23 +70,15 @@ class SetNodeLabel:
 
 
 @dataclass(frozen=True)
-class StartCopy:
-    """Start the pod that copies the dataset to a node."""
+class StartPod:
+    """Start the pod that copies the dataset to a node, or removes the copy there."""
 
+    role: Literal["copy", "remove"]
     node: str
     node_uid: str
     attempt: int
     tolerate: tuple[tuple[str, str], ...] = ()
-    """Key and effect of the node's taints."""
-
-
-@dataclass(frozen=True)
-class StartRemoval:
-    """Start the pod that removes the copy of a node."""
-
-    node: str
-    node_uid: str
-    attempt: int
+    """Key and effect of the node's taints that a copier tolerates."""
 
 
 @dataclass(frozen=True)
@@ -123,7 +115,7 @@ class RecordEvent:
     message: str
 
 
-Action = SetFinalizer | SetNodeLabel | StartCopy | StartRemoval | DeletePod | EvictCopy | PatchStatus | RecordEvent
+Action = SetFinalizer | SetNodeLabel | StartPod | DeletePod | EvictCopy | PatchStatus | RecordEvent
 
 
 @dataclass(frozen=True)
@@ -217,28 +209,25 @@ class DatasetPlanner:
         if dataset.copies and not dataset.root:
             return self._finish("Deleting", f"cannot remove the copies: {dataset.problem}", 0)
         self._apply_removal_pods()
-        self._mark_all_for_removal()
-        for node in list(self.copies):
-            self._advance_removal(node)
+        for name, node in self.nodes.items():
+            if dataset.label in node.labels and name not in self.copies:
+                self.copies[name] = self._new_copy("Removing")
+        for name, copy in list(self.copies.items()):
+            if copy.phase == "Evicted" or name not in self.nodes:
+                del self.copies[name]
+                continue
+            if copy.phase != "Removing":
+                # The message of an earlier failure does not describe the removal.
+                self._set(name, phase="Removing", reason="", message="", attempts=0, retry_at=0.0)
+            elif copy.reason:
+                self._set(name, reason="", attempts=0, retry_at=0.0)
+            self._advance_removal(name)
         if not self.copies:
             for pod in self.pods:
                 self._delete_pod(pod, late=True)
             self.after.append(SetFinalizer(present=False))
             return DatasetPlan(self._order_actions(), None)
         return self._finish("Deleting", self._describe_deletion(), len(self.copies))
-
-    def _mark_all_for_removal(self) -> None:
-        for name, node in self.nodes.items():
-            if self.dataset.label in node.labels and name not in self.copies:
-                self.copies[name] = self._new_copy("Removing")
-        for name, copy in list(self.copies.items()):
-            if copy.phase == "Evicted" or name not in self.nodes:
-                del self.copies[name]
-            elif copy.phase != "Removing":
-                # The message of an earlier failure does not describe the removal.
-                self._set(name, phase="Removing", reason="", message="", attempts=0, retry_at=0.0)
-            elif copy.reason:
-                self._set(name, reason="", attempts=0, retry_at=0.0)
 
     def _describe_deletion(self) -> str:
         unresponsive = sorted(name for name in self.copies if not self.nodes[name].ready)
@@ -257,7 +246,7 @@ class DatasetPlanner:
         is_stale = pod.revision != self.dataset.revision
         if is_stale and copy is not None and pod.phase == "Succeeded" and copy.phase != "Ready":
             # The copy is of no use, but it occupies the disk.
-            self._set(pod.node, **_read_counts(pod.result))
+            self._set(pod.node, **pod.counts)
         if is_stale or copy is None or copy.phase in ("Removing", "Evicted", "Lost") or pod.attempt < copy.attempts - 1:
             self._delete_pod(pod)
         elif pod.attempt == copy.attempts - 1 or pod.terminating:
@@ -266,11 +255,11 @@ class DatasetPlanner:
             self._complete_copy(pod, copy)
         elif pod.phase == "Failed":
             self._fail_copy(pod, spec)
-        elif self.now - (pod.started or pod.created) > spec.timeout_s:
-            self._fail_copy(replace(pod, reason="DeadlineExceeded"), spec)
+        elif self.now - pod.since > spec.timeout_s:
+            self._fail_copy(replace(pod, reason="Timeout"), spec)
             self._delete_pod(pod)
         elif copy.phase != "Ready":
-            self.due.append((pod.started or pod.created) + spec.timeout_s + 1)
+            self.due.append(pod.since + spec.timeout_s + 1)
             self._track_copy(pod, copy)
 
     def _track_copy(self, pod: AgentPod, copy: NodeCopy) -> None:
@@ -290,34 +279,32 @@ class DatasetPlanner:
             self.before.append(SetNodeLabel(pod.node, present=True))
         if copy.phase != "Ready" or copy.revision != pod.revision:
             failure = {"attempts": 0, "retry_at": 0.0, "reason": "", "message": "", "lacking_bytes": 0}
-            counts = _read_counts(pod.result)
-            self._set(pod.node, **(failure | counts), phase="Ready", revision=pod.revision)
+            self._set(pod.node, **{**failure, **pod.counts}, phase="Ready", revision=pod.revision)
         self._delete_pod(pod, late=True)
 
     def _fail_copy(self, pod: AgentPod, spec: DatasetSpec) -> None:
-        reason = pod.result.get("reason") or ("Timeout" if pod.reason == "DeadlineExceeded" else pod.reason)
-        message = self._describe_failure(pod, reason, spec)
+        message = self._describe_failure(pod, spec)
         self.before.append(RecordEvent(True, "CopyFailed", f"{pod.node}: {message}"))
         self._set(
             pod.node,
-            **{"lacking_bytes": 0, **_read_counts(pod.result)},
-            phase="NoRoom" if reason == "NoRoom" else "Failed",
-            reason=reason,
+            **{"lacking_bytes": 0, **pod.counts},
+            phase="NoRoom" if pod.reason == "NoRoom" else "Failed",
+            reason=pod.reason,
             message=message,
             attempts=pod.attempt + 1,
             retry_at=self.now + compute_pause(self.config, pod.attempt),
         )
 
-    def _describe_failure(self, pod: AgentPod, reason: str, spec: DatasetSpec) -> str:
-        if reason == "Timeout":
+    def _describe_failure(self, pod: AgentPod, spec: DatasetSpec) -> str:
+        if pod.reason == "Timeout":
             limit = _format_timeout(spec.timeout_s)
             if pod.phase != "Pending":
                 return f"the copy took longer than the timeout of {limit}; raise the timeout to retry"
             problem = f" ({pod.problem})" if pod.problem else ""
             return f"the copy did not start within the timeout of {limit}{problem}; raise the timeout to retry"
-        if reason == "NoRoom" and pod.result.get("lackingBytes"):
-            return f"the disk lacks {format_bytes(pod.result['lackingBytes'])} below {self.dataset.root}"
-        return pod.result.get("message") or pod.problem or "the copier failed"
+        if pod.reason == "NoRoom" and pod.counts.get("lacking_bytes"):
+            return f"the disk lacks {format_bytes(pod.counts['lacking_bytes'])} below {self.dataset.root}"
+        return pod.problem or "the copier failed"
 
     def _apply_removal_pods(self) -> None:
         """Record the results of the pods that remove copies."""
@@ -334,7 +321,7 @@ class DatasetPlanner:
             elif pod.phase == "Failed":
                 self._set(
                     pod.node,
-                    message=f"cannot remove the copy: {pod.result.get('message') or pod.problem}",
+                    message=f"cannot remove the copy: {pod.problem}",
                     attempts=pod.attempt + 1,
                     retry_at=self.now + compute_pause(self.config, pod.attempt),
                 )
@@ -348,7 +335,16 @@ class DatasetPlanner:
         if node is None:
             del self.copies[name]
         elif not node.ready:
-            self._check_unready_node(node, copy)
+            lost_at = node.ready_changed_at + self.config.lost_after_s
+            if copy.phase not in ("Ready", "Copying", "Waiting"):
+                return
+            if self.now < lost_at:
+                self.due.append(lost_at)
+                return
+            self._remove_label(node)
+            self._set(name, phase="Lost", message="the node does not respond")
+            for pod in self._pods_on(name):
+                self._delete_pod(pod)
         elif copy.phase == "Lost":
             self._set(name, phase="Waiting", message="", attempts=0)
         elif copy.phase == "Ready":
@@ -358,18 +354,6 @@ class DatasetPlanner:
                 self._remove_label(node)
             if is_stale or not has_label:
                 self._set(name, phase="Waiting", attempts=0, reason=STALE if is_stale else "")
-
-    def _check_unready_node(self, node: ClusterNode, copy: NodeCopy) -> None:
-        if copy.phase not in ("Ready", "Copying", "Waiting"):
-            return
-        lost_at = node.ready_changed_at + self.config.lost_after_s
-        if self.now < lost_at:
-            self.due.append(lost_at)
-            return
-        self._remove_label(node)
-        self._set(node.name, phase="Lost", message="the node does not respond")
-        for pod in self._pods_on(node.name):
-            self._delete_pod(pod)
 
     # -- choice of nodes -----------------------------------------------------------------------------------------------
 
@@ -385,7 +369,9 @@ class DatasetPlanner:
             candidates = [node for node in candidates if node.name not in evicted]
             limit = max(0, desired - len(evicted))
         used_nodes = {user.node for user in self.users}
-        occupied = self._sum_other_copies()
+        occupied: Counter[str] = Counter()  # bytes of other datasets by node
+        for other in self.others:
+            occupied.update({name: copy.total_bytes or 1 for name, copy in other.copies.items()})
         ranked = []
         for node in candidates:
             rank = self._rank_node(node)
@@ -394,16 +380,8 @@ class DatasetPlanner:
                 retry_at = copy.retry_at if copy and rank >= 6 else 0.0
                 present = copy.bytes if copy else 0
                 is_unused = node.name not in used_nodes
-                ranked.append((rank, retry_at, is_unused, -present, occupied.get(node.name, 0), node.name))
+                ranked.append((rank, retry_at, is_unused, -present, occupied[node.name], node.name))
         return [name for *_, name in sorted(ranked)[:limit]], desired
-
-    def _sum_other_copies(self) -> dict[str, int]:
-        """Return how many bytes copies of other datasets occupy on each node."""
-        occupied: dict[str, int] = {}
-        for other in self.others:
-            for name, copy in other.copies.items():
-                occupied[name] = occupied.get(name, 0) + (copy.total_bytes or 1)
-        return occupied
 
     def _rank_node(self, node: ClusterNode) -> int | None:
         """Return the rank of a node, lowest first; None if it cannot take a copy."""
@@ -422,16 +400,11 @@ class DatasetPlanner:
         if copy is None or phase == "Evicted":
             return 4 if node.labels.get(self.dataset.label) == "ready" else 5
         if phase == "NoRoom":
-            return 3 if self._can_make_room(node.name, copy) else 7
+            is_making_room = copy.reason == "Evicting" or self._list_departing(node.name)
+            return 3 if is_making_room or self._choose_evictions(node.name, copy.lacking_bytes) else 7
         return 3 if copy.reason in _NODE_INDEPENDENT_FAILURES or copy.attempts < _MAX_FAILURES else 6
 
     # -- disk space ----------------------------------------------------------------------------------------------------
-
-    def _can_make_room(self, node: str, copy: NodeCopy) -> bool:
-        """Return whether other datasets are being removed from the node, or could be."""
-        return bool(
-            self._list_departing(node) or copy.reason == "Evicting" or self._choose_evictions(node, copy.lacking_bytes)
-        )
 
     def _list_departing(self, node: str) -> list[str]:
         """Return the titles of datasets whose copies are being removed from a node."""
@@ -484,7 +457,7 @@ class DatasetPlanner:
         is_replacement = copy.reason == STALE or copy.revision != revision
         if is_replacement and self._must_wait_to_replace(node, copy):
             return
-        self.after.append(StartCopy(node.name, node.uid, copy.attempts, node.taints))
+        self.after.append(StartPod("copy", node.name, node.uid, copy.attempts, node.taints))
         if is_replacement:
             # The version records that the node holds data, even if the new data never arrives.
             version = copy.version or ("partial" if copy.bytes else "")
@@ -570,7 +543,7 @@ class DatasetPlanner:
         elif has_label or self.now < remove_at:
             self.due.append(max(remove_at, self.now + 0.5))
         else:
-            self.after.append(StartRemoval(name, node.uid, copy.attempts))
+            self.after.append(StartPod("remove", name, node.uid, copy.attempts))
             self._set(name, message="")
 
     # -- helpers -------------------------------------------------------------------------------------------------------
@@ -620,12 +593,6 @@ class DatasetPlanner:
 def compute_pause(config: OperatorConfig, failures: int) -> float:
     """Return how many seconds to wait before the next attempt if `failures` attempts failed before the last."""
     return float(min(config.retry_s * 2**failures, _MAX_PAUSE_S))
-
-
-def _read_counts(result: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what a copier counted, by the fields of NodeCopy."""
-    counted = {name: key for name, key in COPY_FIELDS.items() if name not in ("message", "reason")}
-    return {name: result[key] for name, key in counted.items() if key in result}
 
 
 def _format_timeout(seconds: int) -> str:

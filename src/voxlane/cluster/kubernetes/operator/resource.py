@@ -34,7 +34,6 @@ NODE_ANNOTATION = f"{GROUP}/node"
 NODE_UID_ANNOTATION = f"{GROUP}/node-uid"
 ATTEMPT_ANNOTATION = f"{GROUP}/attempt"
 REVISION_ANNOTATION = f"{GROUP}/revision"
-_DEFAULT_TIMEOUT_S = 86400
 
 
 def _normalize_data_paths(paths: tuple[str, ...]) -> tuple[str, ...]:
@@ -92,7 +91,6 @@ class DatasetSpec:
     """Folder on the nodes' disks."""
     credentials: Credentials
     timeout_s: int
-    image: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -248,8 +246,7 @@ def read_spec(raw: Object, config: InstallConfig) -> DatasetSpec:
         capacity_bytes=None if capacity is None else parse_bytes(capacity, name="capacity"),
         root=check_data_path(raw.get("dataPath") or config.data_paths[0], config),
         credentials=Credentials(**{to_snake(name): value for name, value in credentials.items()}),
-        timeout_s=_DEFAULT_TIMEOUT_S if timeout is None else parse_duration(timeout, name="timeout"),
-        image=config.image,
+        timeout_s=parse_duration("24h" if timeout is None else timeout, name="timeout"),
     )
 
 
@@ -323,17 +320,15 @@ class AgentPod:
     revision: str = ""
     phase: str = "Pending"
     """Pending, Running, Succeeded or Failed."""
-    created: float = 0.0
-    """Time of creation in seconds since 1970."""
-    started: float = 0.0
-    """Time of the start in seconds since 1970; 0 if it has not started."""
+    since: float = 0.0
+    """When the pod started, or else was created, in seconds since 1970."""
     terminating: bool = False
     problem: str = ""
-    """Why the pod does not run, or why it failed, as far as the cluster reports it."""
+    """Why the pod does not run, or why it failed, as far as the pod itself or the cluster reports it."""
     reason: str = ""
-    """Kind of a failure that the cluster reports: DeadlineExceeded, Evicted, OOMKilled."""
-    result: Mapping[str, Any] = field(default_factory=dict)
-    """Termination message of the pod: fields of an entry of `status.nodes`."""
+    """Kind of a failure that the pod itself or the cluster reports, such as NoRoom, Timeout or OOMKilled."""
+    counts: Mapping[str, Any] = field(default_factory=dict)
+    """What a copier reports about its copy when it ends: values of fields of `NodeCopy`."""
 
 
 def read_pod(resource: Object) -> AgentPod:
@@ -344,6 +339,8 @@ def read_pod(resource: Object) -> AgentPod:
     state = container.get("state") or {}
     terminated = state.get("terminated") or {}
     result = parse_result(terminated.get("message") or "")
+    problem = result.get("message") or " ".join(_describe_problem(status, state, bool(result)).split())
+    reason = result.get("reason") or status.get("reason") or terminated.get("reason") or ""
     return AgentPod(
         namespace=meta["namespace"],
         name=meta["name"],
@@ -354,12 +351,11 @@ def read_pod(resource: Object) -> AgentPod:
         attempt=int(annotations.get(ATTEMPT_ANNOTATION, 0)),
         revision=annotations.get(REVISION_ANNOTATION, ""),
         phase=status.get("phase") or "Pending",
-        created=parse_time(meta.get("creationTimestamp")),
-        started=parse_time(status.get("startTime")),
+        since=parse_time(status.get("startTime")) or parse_time(meta.get("creationTimestamp")),
         terminating="deletionTimestamp" in meta,
-        problem=" ".join(_describe_problem(status, state, bool(result)).split()),
-        reason=status.get("reason") or terminated.get("reason") or "",
-        result=result,
+        problem=problem,
+        reason="Timeout" if reason == "DeadlineExceeded" else reason,
+        counts={name: value for name, value in result.items() if name not in ("message", "reason")},
     )
 
 
@@ -373,22 +369,14 @@ def _describe_problem(status: Object, state: Object, has_result: bool) -> str:
         return f"{waiting['reason']}: {waiting.get('message', '')}".rstrip(": ")
     if status.get("phase") != "Failed":
         return ""
-    return status.get("message") or ("" if has_result else _describe_exit(state.get("terminated") or {}))
-
-
-def _describe_exit(terminated: Object) -> str:
+    if status.get("message") or has_result:
+        return status.get("message") or ""
+    terminated = state.get("terminated") or {}
     if terminated.get("reason") == "OOMKilled":
         return "the copier ran out of memory"
     last_line = (terminated.get("message") or "").strip().splitlines()[-1:]
     code = terminated.get("exitCode")
     return ": ".join(["the copier failed" if code is None else f"the copier exited with status {code}", *last_line])
-
-
-_RESULT_TYPES: dict[str, type] = {
-    **dict.fromkeys(("bytes", "totalBytes", "objects", "totalObjects", "lackingBytes"), int),
-    **dict.fromkeys(("message", "version", "reason"), str),
-}
-"""Fields of `status.nodes` that the termination message of an agent pod may have."""
 
 
 def parse_result(text: str) -> dict[str, Any]:
@@ -398,8 +386,12 @@ def parse_result(text: str) -> dict[str, Any]:
     except ValueError:
         parsed = None
     values = parsed if isinstance(parsed, dict) else {}
-    result = {key: values[key] for key, kind in _RESULT_TYPES.items() if isinstance(values.get(key), kind)}
-    return {key: " ".join(value.split()) if isinstance(value, str) else value for key, value in result.items()}
+    numbers = ("bytes", "total_bytes", "objects", "total_objects", "lacking_bytes")
+    counts = {name: values.get(COPY_FIELDS[name]) for name in numbers}
+    texts = {name: values.get(name) for name in ("message", "version", "reason")}
+    return {name: count for name, count in counts.items() if isinstance(count, int)} | {
+        name: " ".join(value.split()) for name, value in texts.items() if isinstance(value, str)
+    }
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -433,16 +425,12 @@ def read_users(resources: Sequence[Object], host_path: str, label: str) -> list[
         labels = meta.get("labels") or {}
         if ROLE_LABEL in labels or is_finished(resource):
             continue
-        if label in labels or (kind == "Pod" and _mounts(resource, host_path)):
-            node = (resource.get("spec") or {}).get("nodeName", "") if kind == "Pod" else ""
-            users.append(DatasetUser(title=f"{kind} {meta['name']}", node=node))
+        pod_spec: Object = resource["spec"] if kind == "Pod" else {}
+        volumes = [volume.get("hostPath") or {} for volume in pod_spec.get("volumes") or ()]
+        paths = [posixpath.normpath(volume.get("path") or "/") for volume in volumes]
+        if label in labels or any(_is_at_or_below(path, host_path) for path in paths):
+            users.append(DatasetUser(title=f"{kind} {meta['name']}", node=pod_spec.get("nodeName", "")))
     return users
-
-
-def _mounts(pod: Object, host_path: str) -> bool:
-    volumes = [volume.get("hostPath") or {} for volume in pod["spec"].get("volumes") or ()]
-    paths = [posixpath.normpath(volume.get("path") or "/") for volume in volumes]
-    return any(_is_at_or_below(path, host_path) for path in paths)
 
 
 def is_finished(resource: Object) -> bool:

@@ -18,12 +18,11 @@ from typing import Any
 from voxlane.cluster.kubernetes.client import Cluster, path_of
 from voxlane.cluster.kubernetes.names import API_VERSION, GROUP, STAGED, use_label
 from voxlane.cluster.kubernetes.operator import plan as plans
-from voxlane.cluster.kubernetes.operator.manifests import REQUIRED_ACCESS
-from voxlane.cluster.kubernetes.operator.pods import (
-    build_copier,
+from voxlane.cluster.kubernetes.operator.manifests import (
+    REQUIRED_ACCESS,
     build_copier_permissions,
     build_event,
-    build_remover,
+    build_pod,
 )
 from voxlane.cluster.kubernetes.operator.resource import (
     DATASET_LABEL,
@@ -159,7 +158,7 @@ class Worker(threading.Thread):
         )
         users = self._list_users(dataset, exact=exact)
         full_nodes = {node for node, copy in dataset.copies.items() if copy.phase == "NoRoom"}
-        full_nodes |= {pod.node for pod in pods if pod.result.get("reason") == "NoRoom"}
+        full_nodes |= {pod.node for pod in pods if pod.reason == "NoRoom"}
         others = [other for other in datasets if other.uid != dataset.uid and other.copies]
         rivals = [other for other in others if not full_nodes.isdisjoint(other.copies)]
         evictable = [other for other in rivals if not self._list_users(other, exact=True)]
@@ -181,7 +180,7 @@ class Worker(threading.Thread):
 
     def _add_problem_from_events(self, pod: AgentPod) -> AgentPod:
         """Return a stuck pod with the problem that events report, such as a missing Secret of a volume."""
-        if pod.phase != "Pending" or pod.problem or pod.terminating or time.time() - pod.created < _STUCK_S:
+        if pod.phase != "Pending" or pod.problem or pod.terminating or time.time() - pod.since < _STUCK_S:
             return pod
         selector = f"involvedObject.name={pod.name},type=Warning"
         events = self._cluster.list(path_of("v1", "Event", pod.namespace), fields=selector)
@@ -252,11 +251,8 @@ class Worker(threading.Thread):
                 labels = {dataset.label: "ready" if present else None}
                 resource = cluster.patch(path_of("v1", "Node", None, node), {"metadata": {"labels": labels}})
                 self._nodes[node] = read_node(resource)
-            case plans.StartCopy(node):
-                manifests = [*build_copier_permissions(dataset), build_copier(dataset, action)]
-                self._start_pod(dataset, node, manifests, action.attempt)
-            case plans.StartRemoval(node):
-                self._start_pod(dataset, node, [build_remover(dataset, action, self._config)], action.attempt)
+            case plans.StartPod():
+                self._start_pod(dataset, action)
             case plans.DeletePod(namespace, name):
                 cluster.delete(path_of("v1", "Pod", namespace, name))
             case plans.EvictCopy(namespace, name, node, message):
@@ -278,24 +274,21 @@ class Worker(threading.Thread):
         path = path_of(API_VERSION, "StagedDataset", namespace, name)
         self._cluster.patch(path, {"status": changes}, subresource="status")
 
-    def _start_pod(
-        self, dataset: StagedDataset, node: str, manifests: Sequence[Mapping[str, Any]], attempt: int
-    ) -> None:
-        """Apply the manifests and create the last of them, a pod; if the cluster rejects it, the attempt has failed."""
-        *permissions, pod = manifests
+    def _start_pod(self, dataset: StagedDataset, start: plans.StartPod) -> None:
+        """Create a pod, after the permissions of a copier; if the cluster rejects it, the attempt has failed."""
         try:
-            for manifest in permissions:
+            for manifest in build_copier_permissions(dataset) if start.role == "copy" else ():
                 self._cluster.apply(manifest)
-            self._cluster.create(pod)
+            self._cluster.create(build_pod(dataset, start, self._config))
         except ClusterError as error:
             if error.status == _CONFLICT:  # the pod exists already
                 return
-            retry_at = time.time() + plans.compute_pause(self._config, attempt) + 1
-            entry: dict[str, Any] = {"attempts": attempt + 1, "retryAt": format_time(retry_at)}
+            retry_at = time.time() + plans.compute_pause(self._config, start.attempt) + 1
+            entry: dict[str, Any] = {"attempts": start.attempt + 1, "retryAt": format_time(retry_at)}
             entry["message"] = f"the cluster rejected the pod: {error}"
-            if pod["metadata"]["labels"][ROLE_LABEL] == "copy":
+            if start.role == "copy":
                 entry |= {"phase": "Failed", "reason": "Refused"}
-            self._patch_status(dataset.namespace, dataset.name, {"nodes": {node: entry}})
+            self._patch_status(dataset.namespace, dataset.name, {"nodes": {start.node: entry}})
             self._log(f"{dataset.title}: {entry['message']}")
 
 
@@ -329,7 +322,19 @@ def serve(
 
     @kopf.on.login(registry=registry)  # type: ignore[untyped-decorator]
     def login(**_: Any) -> Any:
-        return _describe_connection(kopf, connect())
+        api = connect()._api
+        headers: dict[str, str] = {}
+        api.update_params_for_auth(headers, [], ["BearerToken"], "/", "GET", None)
+        scheme, _space, token = headers.get("authorization", "").partition(" ")
+        return kopf.ConnectionInfo(
+            server=api.configuration.host,
+            ca_path=api.configuration.ssl_ca_cert if api.configuration.verify_ssl else None,
+            insecure=not api.configuration.verify_ssl,
+            scheme=scheme or None,
+            token=token or None,
+            certificate_path=api.configuration.cert_file,
+            private_key_path=api.configuration.key_file,
+        )
 
     @kopf.on.probe(registry=registry, id="pass")  # type: ignore[untyped-decorator]
     def alive(**_: Any) -> float:
@@ -360,20 +365,3 @@ def serve(
     finally:
         worker.stop()
         worker.join(20)
-
-
-def _describe_connection(kopf: Any, cluster: Cluster) -> Any:
-    """Return the connection to the cluster in the form that kopf takes."""
-    config = cluster._api.configuration
-    headers: dict[str, str] = {}
-    cluster._api.update_params_for_auth(headers, [], ["BearerToken"], "/", "GET", None)
-    scheme, _, token = headers.get("authorization", "").partition(" ")
-    return kopf.ConnectionInfo(
-        server=config.host,
-        ca_path=config.ssl_ca_cert if config.verify_ssl else None,
-        insecure=not config.verify_ssl,
-        scheme=scheme or None,
-        token=token or None,
-        certificate_path=config.cert_file,
-        private_key_path=config.key_file,
-    )

@@ -121,6 +121,11 @@ def build_status(
     relevant = [*ready, *active]
     total = max((copy.total_bytes for copy in relevant), default=0)
     objects = max((copy.total_objects for copy in relevant), default=0)
+    conditions = dataset.status.get("conditions") or ()
+    old: Mapping[str, Any] = next((condition for condition in conditions if condition["type"] == "Ready"), {})
+    is_ready = "True" if phase == "Ready" else "False"
+    since = old.get("lastTransitionTime") if old.get("status") == is_ready else format_time(now)
+    ready_condition = {"type": "Ready", "status": is_ready, "reason": phase, "message": message}
     status = dict(dataset.status) | {
         "phase": phase,
         "message": message,
@@ -128,12 +133,14 @@ def build_status(
         "observedGeneration": dataset.generation,
         "progress": f"{int(min(_compute_progress(active, len(ready), total, count), 1) * 100)}%",
         "nodes": {node: copy.to_json() for node, copy in copies.items()},
-        "conditions": [_build_ready_condition(dataset, phase, message, now)],
+        "conditions": [ready_condition | {"lastTransitionTime": since}],
     }
     if total or objects:
         status |= {"bytes": total, "objects": objects, "size": format_bytes(total)}
     if dataset.root and dataset.spec:
-        status |= {"hostPath": dataset.host_path, "nodeAffinity": build_node_affinity(dataset.label)}
+        term = {"matchExpressions": [{"key": dataset.label, "operator": "In", "values": ["ready"]}]}
+        affinity = {"requiredDuringSchedulingIgnoredDuringExecution": {"nodeSelectorTerms": [term]}}
+        status |= {"hostPath": dataset.host_path, "nodeAffinity": affinity}
     if in_use and now - parse_time(dataset.status.get("lastUsed")) >= _LAST_USED_RESOLUTION_S:
         status["lastUsed"] = format_time(now)
     return status
@@ -148,14 +155,6 @@ def _compute_progress(active: Sequence[NodeCopy], ready: int, total: int, count:
     return present / (total * max(count, len(active)))
 
 
-def _build_ready_condition(dataset: StagedDataset, phase: str, message: str, now: float) -> dict[str, Any]:
-    is_ready = "True" if phase == "Ready" else "False"
-    conditions = dataset.status.get("conditions") or ()
-    old: Mapping[str, Any] = next((condition for condition in conditions if condition["type"] == "Ready"), {})
-    since = old.get("lastTransitionTime") if old.get("status") == is_ready else format_time(now)
-    return {"type": "Ready", "status": is_ready, "reason": phase, "message": message, "lastTransitionTime": since}
-
-
 def build_merge_patch(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
     """Return the merge patch (RFC 7386) that turns `old` into `new`."""
     changes: dict[str, Any] = {key: None for key in old if key not in new}
@@ -167,12 +166,6 @@ def build_merge_patch(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[st
         elif key not in old or current != value:
             changes[key] = value
     return changes
-
-
-def build_node_affinity(label: str) -> dict[str, Any]:
-    """Return the `affinity.nodeAffinity` of a pod that must run on a node whose `label` is `ready`."""
-    term = {"matchExpressions": [{"key": label, "operator": "In", "values": ["ready"]}]}
-    return {"requiredDuringSchedulingIgnoredDuringExecution": {"nodeSelectorTerms": [term]}}
 
 
 def matches_selector(node: ClusterNode, spec: DatasetSpec) -> bool:

@@ -39,7 +39,7 @@ from voxlane.volume.prepare import PrepareConfig, prepare
 from voxlane.volume.prepared_dataset import Prepared
 
 CASES = 6
-SETTING = LoadingSettings(data=("gs://b/raw",), ranks=2, nodes=3, epochs=1, foreground_share=0.0, max_gap="0")
+SETTING = LoadingSettings(data=("gs://b/raw",), ranks=2, nodes=3, epochs=1, foreground_share=0.0, max_gap_bytes=0)
 
 
 @pytest.fixture

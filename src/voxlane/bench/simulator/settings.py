@@ -22,7 +22,6 @@ _FEWEST_STEPS = 100
 """Steps of patches at least, so that the start, when workers fill their queues, is not all there is to see."""
 MOST_NODES = {"whole-object": 1024, "patches": 8}
 """Largest number of nodes that is simulated in each mode."""
-_BULK_CONNECTIONS = 8
 _PATCH_SOURCE = "benchmarks/results/segmentation_loading.json"
 
 
@@ -237,7 +236,7 @@ class SimulatorSettings:
             return scenario
         cpu_s = self.whole_cpu_s or public_benchmark.WHOLE_CPU_S_PER_BYTE * self.sample_bytes
         work = Work.of(measured_runs.whole_objects([self.image_bytes, self.label_bytes]), cpu_s=cpu_s)
-        return replace(scenario, work=work, loader=Loader(batch=self.batch, connections=_BULK_CONNECTIONS))
+        return replace(scenario, work=work, loader=Loader(batch=self.batch, connections=measured_runs.BULK_CONNECTIONS))
 
     def samples_per_epoch(self, nodes: int) -> int:
         """Return the samples of an epoch of a plan, over all ranks: --steps full steps, or each volume once."""

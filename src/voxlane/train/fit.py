@@ -212,7 +212,7 @@ def _fit_rank(
     held_out_rows = held_out_rows[: config.validation.max_cases]
     rank_batch = split_batch(config.batch or plan.batch, rank_info.world_size)
     at_once = _count_patches_at_once(trained, rank_batch)
-    loader = _make_loader(config, plan, prepared, training_rows, rank_batch, rank_info)
+    loader = make_loader(config, plan, prepared, training_rows, rank_batch, rank_info)
     progress_bar = sys.stdout.isatty() if progress is None else progress
     with silence_lightning(), _explain_out_of_memory(config, plan):
         module = Segmenter(
@@ -268,9 +268,10 @@ def _count_patches_at_once(trained: TrainedRun, rank_batch: int) -> int:
     return int(-(-batch // trained.facts.get("ranks", config.devices)))
 
 
-def _make_loader(
+def make_loader(
     config: TrainConfig, plan: Plan, prepared: Prepared, rows: Sequence[int], rank_batch: int, rank_info: RankInfo
 ) -> PatchLoader:
+    """Return the loader of a rank's patches, `rank_batch` per step, from the cases at `rows`."""
     workers = config.loader.workers
     if workers is None:
         workers = min(8, (os.cpu_count() or 1) // (2 * rank_info.local_world_size)) if uses_gpu(config) else 0

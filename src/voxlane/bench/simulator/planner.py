@@ -35,7 +35,7 @@ def make_plan(scenario: Scenario, samples: int, prices: Prices) -> dict[str, Any
     workers, in_flight = first_guess(scenario, sample_s)
     row = _simulate(scenario, workers, in_flight)
     uses = uses_of(scenario, needed_samples_per_s(scenario) if scenario.step_time_s else row["samples_per_s"])
-    fullest = _find_fullest(uses)
+    fullest = max(uses, key=lambda use: float(use["share"]))
     for _ in range(4):
         if fullest["share"] > 1 or (row["stall_share"] or 0.0) <= _STALL:
             break
@@ -54,7 +54,7 @@ def make_plan(scenario: Scenario, samples: int, prices: Prices) -> dict[str, Any
         "cache_bytes": cache_bytes,
         **{f"cached_{name}": cached[name] for name in ("stall_share", "gbps", "requests_per_s")},
         "binds": binds,
-        "advice": give_advice(scenario, binds, uses, cache_bytes),
+        "advice": give_advice(scenario, binds, uses, fullest, cache_bytes),
         "quantities": list_quantities(scenario, samples, row["samples_per_s"], prices),
         "prices": asdict(prices),
     }
@@ -99,10 +99,6 @@ def uses_of(scenario: Scenario, rate: float) -> list[dict[str, Any]]:
         {"what": resource, "needed": needed, "limit": limit, "unit": unit, "share": needed / limit}
         for resource, needed, limit, unit in uses
     ]
-
-
-def _find_fullest(uses: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    return max(uses, key=lambda use: float(use["share"]))
 
 
 def lone_sample_s(scenario: Scenario) -> float:
@@ -155,9 +151,10 @@ def find_bottleneck(scenario: Scenario, fullest: dict[str, Any], stall: float) -
     return "latency" if stall > _STALL else "step"
 
 
-def give_advice(scenario: Scenario, binds: str, uses: Sequence[dict[str, Any]], cache_bytes: float) -> list[str]:
+def give_advice(
+    scenario: Scenario, binds: str, uses: Sequence[dict[str, Any]], fullest: dict[str, Any], cache_bytes: float
+) -> list[str]:
     """Return what to change, a sentence each."""
-    fullest = _find_fullest(uses)
     cache = f"use a cache of {cache_bytes / 1e9:,.0f} GB per node, or stage the data on the nodes' disks"
     whole = scenario.mode == "whole-object"
     smaller = ["read patches instead of whole objects: a fraction of the bytes"] if whole else []

@@ -25,7 +25,7 @@ from tests.conftest import Bucket
 from tests.volume import sample_data
 from voxlane.bench import ranks
 from voxlane.bench.loading import report as loading_report
-from voxlane.bench.loading.rank import LoadingResult, RankEpoch
+from voxlane.bench.loading.measure import LoadingResult, RankEpoch
 from voxlane.bench.loading.raw_scans import RawCase, WholeObjects, crop, decode_case, find_cases
 from voxlane.bench.loading.settings import LoadingSettings
 from voxlane.bench.step.settings import parse_patch
@@ -39,7 +39,7 @@ from voxlane.volume.prepare import PrepareConfig, prepare
 from voxlane.volume.prepared_dataset import Prepared
 
 CASES = 6
-SETTING = LoadingSettings(data=("gs://b/raw",), ranks=2, nodes=3, epochs=1, foreground_share=0.0, max_gap="0")
+SETTING = LoadingSettings(data=("gs://b/raw",), ranks=2, nodes=3, epochs=1, foreground_share=0.0, max_gap_bytes=0)
 
 
 @pytest.fixture
@@ -207,7 +207,7 @@ def rank_epoch(**fields: Any) -> RankEpoch:
         "host": "h",
         "seconds": 2.0,
     }
-    values |= {"steps": 10, "samples": 20, "waited_s": 1.0, "first_batch_s": 0.1, "bytes": 10**9, "requests": 100}
+    values |= {"steps": 10, "samples": 20, "first_batch_s": 0.1, "bytes": 10**9, "requests": 100}
     values |= {"retries": 0, "bucket_s": 3.0, "decode_s": 1.0, "cpu_s": 0.2, "memory_bytes": 1000, "server": None}
     return RankEpoch(**{**values, **fields})
 

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from voxlane.bench.report import print_progress
 from voxlane.distributed import gather_objects
 from voxlane.errors import CheckpointError, ConfigError, VoxlaneError
 
@@ -102,6 +103,17 @@ def launch_on_ray(
 def compute_cpu_share(cpus: Sequence[float], workers: int) -> float:
     """Return the largest share of a CPU, in hundredths, with which `workers` fit on machines with these `cpus`."""
     return next((s / 100 for s in range(100, 0, -1) if sum(int(100 * c + 1e-6) // s for c in cpus) >= workers), 0.01)
+
+
+def rank() -> int:
+    """Return the rank of this process; 0 without a process group."""
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def print_on_rank_zero(text: str) -> None:
+    """Print one line on standard error, at once, as the first rank."""
+    if rank() == 0:
+        print_progress(text)
 
 
 def gather(value: Any) -> list[Any]:

@@ -158,8 +158,9 @@ def fit(
         # batch as one needs all of them.
         share_at_start = -(-trained.batch // trained.facts.get("ranks", config.devices))
         at_once = config.device_batch or (rank_batch if plan.batch_dice else share_at_start)
-        loader = _make_loader(trained, prepared, rank_batch, rank_info)
-        held_out_rows = prepared.split(config.fold)[1][: config.validation.max_cases]
+        training_rows, held_out_rows = prepared.split(config.fold)
+        held_out_rows = held_out_rows[: config.validation.max_cases]
+        loader = make_loader(config, plan, prepared, training_rows, rank_batch, rank_info)
         progress_bar = sys.stdout.isatty() if progress is None else progress
         with silence_lightning(), _explain_out_of_memory(config, plan):
             parts = -(-rank_batch // at_once)
@@ -229,8 +230,10 @@ def _find_resume_point(run: Run, config: TrainConfig, last_epoch: int) -> tuple[
     return history, checkpoint
 
 
-def _make_loader(trained: TrainedRun, prepared: Prepared, rank_batch: int, rank_info: RankInfo) -> PatchLoader:
-    config = trained.config
+def make_loader(
+    config: TrainConfig, plan: Plan, prepared: Prepared, rows: Sequence[int], rank_batch: int, rank_info: RankInfo
+) -> PatchLoader:
+    """Return the loader of a rank's patches, `rank_batch` per step, from the cases at `rows`."""
     workers = config.loader.workers
     if workers is None:
         workers = min(8, (os.cpu_count() or 1) // (2 * rank_info.local_world_size)) if uses_gpu(config) else 0
@@ -238,9 +241,9 @@ def _make_loader(trained: TrainedRun, prepared: Prepared, rank_batch: int, rank_
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // rank_info.local_world_size))
     stream = PatchStream(
         prepared,
-        prepared.split(config.fold)[0],
-        samples=config.steps_per_epoch * trained.batch,
-        patch=trained.patch,
+        rows,
+        samples=config.steps_per_epoch * (config.batch or plan.batch),
+        patch=config.patch or plan.patch,
         foreground_share=config.foreground_share,
         placement=config.placement,
         seed=config.seed,

@@ -193,7 +193,7 @@ def test_clocks_give_the_epoch_that_plain_sharing_gives(some: Scenario) -> None:
         patch.setattr(epoch, "FairSharing", PlainSharing)
         plain = run(some)
     assert fast.seconds == pytest.approx(plain.seconds, rel=1e-6)
-    assert fast.wait_s == pytest.approx(plain.wait_s, rel=1e-6, abs=1e-6)
+    assert fast.busy_share == pytest.approx(plain.busy_share, rel=1e-6, abs=1e-6)
 
 
 @settings(max_examples=25, deadline=None)

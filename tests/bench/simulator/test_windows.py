@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from voxlane.bench.simulator.windows import Windows
+from voxlane.bench.simulator.epoch import Windows
 
 
 def test_the_best_window_and_the_worst_luck() -> None:

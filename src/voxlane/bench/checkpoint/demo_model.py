@@ -64,7 +64,8 @@ def full_state(num_layers: int, device: torch.device) -> dict[str, torch.Tensor]
     with torch.device("meta"):
         one_layer = DemoTransformer(1).state_dict()
     state: dict[str, torch.Tensor] = {}
-    for stack, group in itertools.groupby(one_layer, key=_stack):
+    # The layers of the encoder come first, one after the other, and then those of the decoder.
+    for stack, group in itertools.groupby(one_layer, lambda name: name.rpartition(_FIRST_LAYER)[0]):
         names = list(group)
         for index in range(num_layers if stack else 1):
             for name in names:
@@ -74,12 +75,6 @@ def full_state(num_layers: int, device: torch.device) -> dict[str, torch.Tensor]
     if device.type != "meta":
         restore(state)
     return state
-
-
-def _stack(name: str) -> str:
-    """Return the stack of layers that holds a parameter, encoder or decoder; empty for other parameters."""
-    stack, separator, _ = name.partition(_FIRST_LAYER)
-    return stack if separator else ""
 
 
 def restore(state: dict[str, torch.Tensor]) -> None:
@@ -108,24 +103,16 @@ def scramble(state: dict[str, torch.Tensor]) -> None:
 def _expected(state: dict[str, torch.Tensor]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Yield each tensor's part on this rank with its expected values."""
     for index, tensor in enumerate(state.values()):
-        local, start = _local(tensor)
-        yield local, _values(start + index * _SHIFT, local.numel()).reshape(local.shape).to(local.device)
+        local, offset = _local(tensor)
+        start = (offset + index * _SHIFT) % _PERIOD
+        yield local, _pool()[start : start + local.numel()].reshape(local.shape).to(local.device)
 
 
 @functools.cache
 def _pool() -> torch.Tensor:
-    return (torch.arange(_PERIOD) * _FACTOR).remainder_(_PERIOD).float().div_(_PERIOD)
-
-
-def _values(start: int, count: int) -> torch.Tensor:
-    """Return `count` values of the endlessly repeating pool, from index `start` on."""
-    start %= _PERIOD
-    pieces = []
-    while count:
-        pieces.append(_pool()[start : start + count])
-        count -= len(pieces[-1])
-        start = 0
-    return pieces[0] if len(pieces) == 1 else torch.cat([*pieces, torch.empty(0)])
+    """Return one period of values, continued by as many as the largest tensor has."""
+    values = torch.arange(_PERIOD + _VOCABULARY * _WIDTH) * _FACTOR
+    return values.remainder_(_PERIOD).float().div_(_PERIOD)
 
 
 def _local(tensor: torch.Tensor) -> tuple[torch.Tensor, int]:

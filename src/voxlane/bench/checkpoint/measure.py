@@ -19,7 +19,7 @@ from voxlane.bench.checkpoint import demo_model
 from voxlane.bench.checkpoint.settings import CheckpointSettings
 from voxlane.bench.checkpoint.strategies import State, Strategy
 from voxlane.bench.process_usage import PeakMemory
-from voxlane.bench.report import in_job, print_progress
+from voxlane.bench.report import in_job
 from voxlane.errors import CorruptError
 from voxlane.store import Store, StoreConfig
 
@@ -56,11 +56,8 @@ class CheckpointResult:
 def measure(settings: CheckpointSettings) -> CheckpointResult | None:
     """Run the benchmark on new local ranks, or as one rank of the job that this process belongs to. In a job, ranks
     other than the first get None."""
-    result: CheckpointResult | None
-    if in_job():
-        result = ranks.join_job(_run, settings.device_kind, settings)
-    else:
-        result = ranks.run(_run, settings.ranks, settings.device_kind, settings)
+    start = partial(ranks.join_job, _run) if in_job() else partial(ranks.run, _run, settings.ranks)
+    result: CheckpointResult | None = start(settings.device_kind, settings)
     return result
 
 
@@ -68,14 +65,14 @@ def _run(device: torch.device, settings: CheckpointSettings) -> CheckpointResult
     """Run one rank's part of the benchmark."""
     is_distributed = settings.format == "distributed"
     strategies = [Strategy(name, settings) for name in settings.strategies]
-    _print(f"building a model of {settings.layers} layers on {dist.get_world_size()} ranks")
+    ranks.print_on_rank_zero(f"building a model of {settings.layers} layers on {dist.get_world_size()} ranks")
     state: State
     if is_distributed:
         state = demo_model.sharded_model(settings.layers, device).state_dict()
     else:
         state = demo_model.full_state(settings.layers, device)
     size = sum(tensor.numel() * tensor.element_size() for tensor in state.values())
-    _print(f"checkpoints of {size / 1e6:.1f} MB")
+    ranks.print_on_rank_zero(f"checkpoints of {size / 1e6:.1f} MB")
     calls: list[CheckpointCall] = []
     saved: dict[str, list[str]] = {strategy.name: [] for strategy in strategies}
     try:
@@ -95,7 +92,10 @@ def _run(device: torch.device, settings: CheckpointSettings) -> CheckpointResult
                     demo_model.scramble(state)
                 call, loaded = _time(strategy, "load", uri, index, partial(strategy.load, state, uri))
                 calls.append(call)
-                _check_loaded(strategy, uri, loaded)
+                if (name := demo_model.first_difference(loaded)) is not None:
+                    problem = f"{strategy.name} loaded values that differ from the saved ones, first in {name!r}"
+                    fix = "Load a checkpoint that this benchmark saved with the same --layers; otherwise report a bug"
+                    raise CorruptError(problem, uri=strategy.location(uri), fix=fix)
     finally:
         if dist.get_rank() == 0 and not settings.keeps_checkpoints:
             _remove(strategies, saved, settings.store)
@@ -115,17 +115,8 @@ def _time(
     measurements: list[Any] = ranks.gather((seconds, memory.extra_bytes))
     slowest = max(seconds for seconds, _ in measurements)
     extra = max((extra for _, extra in measurements if extra is not None), default=None)
-    _print(f"{operation} {index + 1}, {strategy.name}: {slowest:.2f} s")
+    ranks.print_on_rank_zero(f"{operation} {index + 1}, {strategy.name}: {slowest:.2f} s")
     return CheckpointCall(strategy.name, operation, strategy.location(uri), slowest, extra), result
-
-
-def _check_loaded(strategy: Strategy, uri: str, loaded: State) -> None:
-    if (name := demo_model.first_difference(loaded)) is not None:
-        raise CorruptError(
-            f"{strategy.name} loaded values that differ from the saved ones, first in {name!r}",
-            uri=strategy.location(uri),
-            fix="Load a checkpoint that this benchmark saved with the same --layers; otherwise report a bug",
-        )
 
 
 def _remove(strategies: Sequence[Strategy], saved: dict[str, list[str]], config: StoreConfig) -> None:
@@ -136,8 +127,3 @@ def _remove(strategies: Sequence[Strategy], saved: dict[str, list[str]], config:
                 shutil.rmtree(Path("/", folder.key), ignore_errors=True)
             else:
                 Store(str(folder), config).delete_prefix(folder.key + "/")
-
-
-def _print(text: str) -> None:
-    if dist.get_rank() == 0:
-        print_progress(text)

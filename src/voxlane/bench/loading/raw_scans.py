@@ -36,10 +36,8 @@ from voxlane.volume.volume_reader import ReadTiming
 
 NUMPY = ".npy"
 _PAIRS = (
-    (re.compile(r"(?P<folder>.*)(?:images|imagesTr)/(?P<name>[^/]+)\.npy$"), "images"),
-    (re.compile(r"(?P<folder>.*)(?:labels|labelsTr)/(?P<name>[^/]+)\.npy$"), "labels"),
-    (re.compile(r"(?P<folder>(?:.*/)?)(?P<name>[^/]+)_x\.npy$"), "images"),
-    (re.compile(r"(?P<folder>(?:.*/)?)(?P<name>[^/]+)_y\.npy$"), "labels"),
+    re.compile(r"(?P<folder>.*)(?P<kind>images|labels)(?:Tr)?/(?P<name>[^/]+)\.npy$"),
+    re.compile(r"(?P<folder>(?:.*/)?)(?P<name>[^/]+)_(?P<kind>[xy])\.npy$"),
 )
 """Names of paired arrays: folders `images` and `labels`, as in the public demo, or `_x` and `_y`, as in MLPerf."""
 
@@ -61,6 +59,9 @@ class RawDataset:
     manifest: Manifest
     cases: tuple[RawCase, ...]
     """Cases, sorted by id."""
+
+    def __len__(self) -> int:
+        return len(self.cases)
 
     @property
     def sample_bytes(self) -> float:
@@ -104,15 +105,12 @@ def find_cases(manifest: Manifest, document: Any) -> RawDataset:
 
 
 def _numpy_pairs(rows: Mapping[str, int]) -> list[RawCase]:
-    rows_by_kind: dict[str, dict[str, int]] = {"images": {}, "labels": {}}
+    images: dict[str, int] = {}
+    labels: dict[str, int] = {}
     for name, row in rows.items():
-        if not name.endswith(NUMPY):
-            continue
-        for pattern, kind in _PAIRS:
-            if match := pattern.match(name):
-                rows_by_kind[kind][match["folder"] + match["name"]] = row
-                break
-    images, labels = rows_by_kind["images"], rows_by_kind["labels"]
+        if match := next(filter(None, (pattern.match(name) for pattern in _PAIRS)), None):
+            rows_of_kind = images if match["kind"] in ("images", "x") else labels
+            rows_of_kind[match["folder"] + match["name"]] = row
     return [RawCase(name, (row,), labels[name]) for name, row in images.items() if name in labels]
 
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from voxlane.bench.loading.rank import LoadingResult, RankEpoch
+from voxlane.bench.loading.measure import LoadingResult, RankEpoch
 from voxlane.bench.loading.settings import LoadingSettings
 from voxlane.bench.report import (
     Column,

@@ -8,12 +8,11 @@ from typing import Annotated, Any, ClassVar, Literal
 
 import pydantic
 
-from voxlane.bench.field_types import Fraction, Positive
+from voxlane.bench.field_types import SIZE, Fraction, Positive, default_size
 from voxlane.bench.report import in_job
 from voxlane.bench.step.settings import parse_patch
 from voxlane.errors import ConfigError, UsageError
 from voxlane.settings import NO_FLAG, Flag, PathOrUri, record
-from voxlane.sizes import parse_bytes
 from voxlane.store.config import StoreConfig
 
 Mode = Literal["patches", "whole-object"]
@@ -59,13 +58,13 @@ class LoadingSettings:
     """Number of batches to prefetch per rank or, with workers, per worker."""
     in_flight: Positive | None = None
     """Number of samples that a process fetches at once (default: --prefetch batches; one batch in a worker)."""
-    max_gap: Annotated[str, Flag(metavar="SIZE")] = "128Ki"
+    max_gap_bytes: Annotated[int, SIZE, Flag(long="--max-gap", metavar="SIZE")] = default_size("128Ki")
     """Largest gap between chunks that are read in one request (mode patches)."""
     cache: tuple[Cache, ...] = ("none",)
     """Kind of cache to measure (repeatable)."""
     cache_dir: PathOrUri = ""
     """Folder for the cache on each node's disk (default: a temporary folder)."""
-    cache_size: Annotated[str, Flag(long="--cache-bytes", metavar="SIZE")] = "100Gi"
+    cache_bytes: Annotated[int, SIZE, Flag(metavar="SIZE")] = default_size("100Gi")
     """Size of the cache on each node's disk."""
     manifest: Annotated[PathOrUri, Flag(metavar="FILE")] = ""
     """Saved listing of raw scans (voxlane ls --save), read instead of listing."""
@@ -108,7 +107,7 @@ class LoadingSettings:
         if self.launcher != "ray" and self.address is not None:
             raise ConfigError("--address names a Ray cluster", fix="Add --launcher ray")
         if self.cache_bytes < 1:
-            raise ConfigError(f"--cache-bytes {self.cache_size}", fix="Give 1 or more")
+            raise ConfigError(f"--cache-bytes {self.cache_bytes}", fix="Give 1 or more")
 
     def _check_datasets(self) -> None:
         if not self.data:
@@ -125,16 +124,6 @@ class LoadingSettings:
     def patch_shape(self) -> tuple[int, int, int] | None:
         """Voxels (z, y, x) of a patch; None: the plan's, or 128 cubed for raw scans."""
         return parse_patch(self.patch) if self.patch else None
-
-    @property
-    def max_gap_bytes(self) -> int:
-        """Bytes up to which a gap between chunks is read as well, to save a request."""
-        return parse_bytes(self.max_gap, name="--max-gap")
-
-    @property
-    def cache_bytes(self) -> int:
-        """Bytes of the cache on each node's disk."""
-        return parse_bytes(self.cache_size, name="--cache-bytes")
 
     @property
     def caches(self) -> tuple[Cache, ...]:

@@ -123,19 +123,15 @@ def measure(settings: ScalingSettings) -> tuple[list[PointTimes], list[SearchTim
             print_progress("creating a synthetic dataset")
             data = make_prepared(Path(folder))
         prepared = Prepared.load(data, settings.store)
-        with _connect(settings):
+        cluster: AbstractContextManager[Any] = nullcontext()
+        if settings.launcher == "ray":
+            from voxlane.cluster.ray.cluster import open_cluster
+
+            cluster = open_cluster(settings.address)  # once for all measurements, so that its start is part of none
+        with cluster:
             points = _measure_points(settings, config, prepared, folder) if settings.workers else []
             searches = _measure_searches(settings, prepared, folder) if settings.trials else []
         return points, searches, _describe_training(settings, config, prepared)
-
-
-def _connect(settings: ScalingSettings) -> AbstractContextManager[Any]:
-    """Connect to one Ray cluster for all measurements, so that its start is not part of any."""
-    if settings.launcher == "local":
-        return nullcontext()
-    from voxlane.cluster.ray.cluster import open_cluster
-
-    return open_cluster(settings.address)
 
 
 def build_config(settings: ScalingSettings) -> TrainConfig:
@@ -235,19 +231,18 @@ def combine_ranks(point: ScalingPoint, ranks: Sequence[RankTimes], *, launched_a
 
 
 def _measure_searches(settings: ScalingSettings, prepared: Prepared, folder: str) -> list[SearchTimes]:
-    from voxlane.cluster.ray.cluster import list_nodes, open_cluster
+    from voxlane.cluster.ray.cluster import list_nodes
 
     searches = []
-    with open_cluster(settings.address):
-        cpus = sum(node.cpus for node in list_nodes())
-        for repetition in range(settings.repeat):
-            for concurrent in settings.concurrent:
-                out = f"{folder}/search-{concurrent}-{repetition}"
-                searches.append(time_search(settings, prepared.uri, out, concurrent, repetition, cpus))
-                print_progress(
-                    f"{settings.trials} trials, {concurrent} at once, repetition {repetition + 1}: "
-                    f"{searches[-1].makespan_s:.1f} s, efficiency {searches[-1].efficiency:.3f}"
-                )
+    cpus = sum(node.cpus for node in list_nodes())
+    for repetition in range(settings.repeat):
+        for concurrent in settings.concurrent:
+            out = f"{folder}/search-{concurrent}-{repetition}"
+            searches.append(time_search(settings, prepared.uri, out, concurrent, repetition, cpus))
+            print_progress(
+                f"{settings.trials} trials, {concurrent} at once, repetition {repetition + 1}: "
+                f"{searches[-1].makespan_s:.1f} s, efficiency {searches[-1].efficiency:.3f}"
+            )
     return searches
 
 

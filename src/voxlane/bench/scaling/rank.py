@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import lightning.pytorch as pl
@@ -24,8 +24,6 @@ from voxlane.train.config import TrainConfig, resolve_network
 from voxlane.train.patch_loader import PatchLoader
 from voxlane.train.ranks import LauncherEnvironment, RankInfo
 from voxlane.train.trainer import silence_lightning
-from voxlane.volume.case_volumes import CacheLimits
-from voxlane.volume.patch_stream import PatchStream
 from voxlane.volume.prepared_dataset import Prepared
 
 
@@ -74,22 +72,9 @@ def simulate(
     rank_info = train_ranks.read_rank_info()
     world_size = rank_info.world_size
     steps = warmup + point.steps
-    stream = PatchStream(
-        prepared,
-        prepared.split(config.fold)[0],
-        samples=steps * point.batch * world_size,
-        patch=patch,
-        foreground_share=config.foreground_share,
-        placement=config.placement,
-        seed=config.seed,
-        in_flight=config.loader.in_flight,
-        caching=CacheLimits(
-            ram_bytes=config.loader.ram_cache_bytes,
-            folder=config.loader.disk_cache,
-            disk_bytes=config.loader.disk_cache_bytes,
-        ),
-    )
-    loader = PatchLoader(stream, point.batch, num_workers=config.loader.workers or 0)
+    samples = steps * point.batch * world_size
+    run = replace(config, accelerator="cpu", steps_per_epoch=steps, batch=point.batch * world_size)
+    loader = fit.make_loader(run, prepared.plan, prepared, prepared.split(config.fold)[0], point.batch, rank_info)
     torch.manual_seed(config.seed)
     with torch.device("meta"):
         costs = simulated_step.count_multiplications(
@@ -115,9 +100,9 @@ def simulate(
     )
     all_times: list[RankTimes] = ranks.gather(own_times)
     positions = sorted(position for times in all_times for position in times.positions)
-    if positions != list(range(stream.samples)):
+    if positions != list(range(samples)):
         raise CorruptError(
-            f"received {len(positions)} patches, {len(set(positions))} different ones, instead of {stream.samples}"
+            f"received {len(positions)} patches, {len(set(positions))} different ones, instead of {samples}"
         )
     return all_times
 

@@ -84,7 +84,13 @@ class ScalingSettings:
     )
 
     def __post_init__(self) -> None:
-        self._check_counts()
+        uneven = [count for count in self.workers if self.global_batch % count]
+        if "strong" in self.modes and uneven:
+            raise ConfigError(
+                f"--global-batch {self.global_batch} cannot be divided evenly among {uneven[0]} workers",
+                fix="Give a multiple of all of --workers, or --mode weak",
+            )
+        parse_counts(self.concurrent_trials, "--concurrent")
         if self.target_dice is not None and not self.real:
             raise ConfigError("--target-dice is for real training", fix="Add --real")
         if self.launcher != "ray" and (self.address is not None or self.trials):
@@ -100,15 +106,6 @@ class ScalingSettings:
                 "--address: the cluster's other machines cannot read runs on this machine",
                 fix="Give --run URI where all of them can reach it",
             )
-
-    def _check_counts(self) -> None:
-        uneven = [count for count in self.workers if self.global_batch % count]
-        if "strong" in self.modes and uneven:
-            raise ConfigError(
-                f"--global-batch {self.global_batch} cannot be divided evenly among {uneven[0]} workers",
-                fix="Give a multiple of all of --workers, or --mode weak",
-            )
-        _ = self.concurrent
 
     @property
     def config_values(self) -> dict[str, Any]:

@@ -20,9 +20,10 @@ import numpy as np
 
 from voxlane.bench.simulator.fair_sharing import FairSharing
 from voxlane.bench.simulator.model import Round, Scenario
-from voxlane.bench.simulator.windows import Windows
 
 _DRAWN_AT_ONCE = 4096
+_BINS_PER_WINDOW = 60
+"""Windows begin at multiples of a bin."""
 
 
 @dataclass
@@ -41,8 +42,6 @@ class SimulatedEpoch:
     cached_requests: int = 0
     """Requests that a cache answered."""
     cpu_s: float = 0.0
-    wait_s: float = 0.0
-    """Seconds of waiting for own batches, averaged over ranks."""
     first_batch_s: float = 0.0
     """Time at which the last rank had its first batch."""
     busy_share: float = 0.0
@@ -69,8 +68,6 @@ class _Rank:
     lanes: list[_Lane] = field(default_factory=list)
     step: int = 0
     """Current step, whose batch is awaited or which runs."""
-    requested_s: float = 0.0
-    wait_s: float = 0.0
     first_s: float = math.inf
     middle_s: list[float] = field(default_factory=lambda: [0.0, 0.0])
     """Times at which steps `steps // 4` and `3 * steps // 4` began."""
@@ -253,7 +250,6 @@ class Simulation:
         if rank.step >= rank.steps:
             rank.ended_s = self._now
             return
-        rank.requested_s = self._now
         lane = rank.lanes[rank.step % len(rank.lanes)]
         lane.is_awaited = True
         if not self._loader.prefetch:
@@ -268,7 +264,6 @@ class Simulation:
             return
         lane.is_awaited = False
         lane.taken_batches += 1
-        rank.wait_s += self._now - rank.requested_s
         rank.first_s = min(rank.first_s, self._now)
         for index, step in enumerate((rank.steps // 4, 3 * rank.steps // 4)):
             if rank.step == step:
@@ -415,7 +410,6 @@ class Simulation:
     def _summarize(self) -> SimulatedEpoch:
         ranks, epoch, step_time_s = self._ranks, self._epoch, self._scenario.step_time_s
         epoch.seconds = self._now
-        epoch.wait_s = sum(rank.wait_s for rank in ranks) / len(ranks)
         epoch.first_batch_s = max(rank.first_s for rank in ranks)
         epoch.busy_share = sum(rank.steps * step_time_s / rank.ended_s for rank in ranks if rank.ended_s) / len(ranks)
         first_s, last_s = (sum(rank.middle_s[index] for rank in ranks) / len(ranks) for index in (0, 1))
@@ -425,3 +419,56 @@ class Simulation:
         epoch.max_requests_per_s = self._requests_over_time.highest(self._now)
         epoch.saved_requests = self._tokens
         return epoch
+
+
+class Windows:
+    """Amounts over time, and their highest rate over a window of `window_s` seconds, as a monitoring system reports
+    it."""
+
+    def __init__(self, window_s: float) -> None:
+        self._bin_s = window_s / _BINS_PER_WINDOW
+        self._amounts: list[float] = []
+
+    def add(self, when_s: float, amount: float) -> None:
+        """Add an amount at one point in time."""
+        index = int(when_s / self._bin_s)
+        self._extend(index)
+        self._amounts[index] += amount
+
+    def add_rate(self, start_s: float, stop_s: float, rate: float) -> None:
+        """Add `rate` per second from `start_s` to `stop_s`."""
+        if stop_s <= start_s or not rate:
+            return
+        index, last = int(start_s / self._bin_s), int(stop_s / self._bin_s)
+        self._extend(last)
+        while index < last:
+            edge = (index + 1) * self._bin_s
+            self._amounts[index] += rate * (edge - start_s)
+            start_s, index = edge, index + 1
+        self._amounts[last] += rate * (stop_s - start_s)
+
+    def highest(self, end_s: float) -> float:
+        """Return the highest mean rate over a window within `[0, end_s)`, or over all of it if that is shorter."""
+        total = float(sum(self._amounts))
+        if end_s <= self._bin_s * _BINS_PER_WINDOW or len(self._amounts) <= _BINS_PER_WINDOW:
+            return total / end_s if end_s else 0.0
+        cumulative = np.concatenate([[0.0], np.cumsum(self._amounts)])
+        return float(
+            (cumulative[_BINS_PER_WINDOW:] - cumulative[:-_BINS_PER_WINDOW]).max() / (self._bin_s * _BINS_PER_WINDOW)
+        )
+
+    def highest_at_worst(self, end_s: float) -> float:
+        """Return the same over consecutive windows that begin at the worst moment. A chart of full minutes shows a
+        short peak as a value between this and `highest`."""
+        if end_s <= self._bin_s * _BINS_PER_WINDOW or not self._amounts:
+            return self.highest(end_s)
+        amounts = np.array(self._amounts)
+        worst = np.inf
+        for start in range(_BINS_PER_WINDOW):
+            padded = np.concatenate([np.zeros(start), amounts, np.zeros(-(start + len(amounts)) % _BINS_PER_WINDOW)])
+            worst = min(worst, float(padded.reshape(-1, _BINS_PER_WINDOW).sum(axis=1).max()))
+        return worst / (self._bin_s * _BINS_PER_WINDOW)
+
+    def _extend(self, index: int) -> None:
+        if index >= len(self._amounts):
+            self._amounts += [0.0] * (index + 1 - len(self._amounts))

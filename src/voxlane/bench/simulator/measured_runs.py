@@ -15,6 +15,7 @@ from typing import Any
 
 from voxlane.bench.report import load_result, median_or_none, summarize
 from voxlane.bench.simulator.model import Cluster, Latency, Loader, Network, Round, Scenario, Work
+from voxlane.bench.simulator.public_benchmark import INDEX_REQUESTS
 from voxlane.bench.simulator.simulate import simulate
 from voxlane.errors import ConfigError
 from voxlane.volume.patch_sampling import case_for_position, is_forced
@@ -22,11 +23,9 @@ from voxlane.volume.patch_sampling import case_for_position, is_forced
 KIND = "voxlane bench loading"
 _BULK_BYTES = 1 << 20
 """Size in bytes from which objects share the store's few connections for parts; see `voxlane.dataset.reading`."""
-_BULK_CONNECTIONS = 8
+BULK_CONNECTIONS = 8
 _PART_BYTES = 8 << 20
 _CONNECTIONS = 64
-_INDEX_REQUESTS = 2
-"""Requests for the indexes of image and label, for a case that a process has not read before."""
 _REPEATS = 5
 """Number of simulated epochs per measurement; their median counts."""
 
@@ -123,7 +122,7 @@ def scenario_of(path: str, result: dict[str, Any], epoch: dict[str, Any]) -> Sce
             prefetch=prefetch if workers else 0,
             in_flight=in_flight or batch * (1 if workers else prefetch),
             ahead=True,
-            connections=_BULK_CONNECTIONS if bulk else _CONNECTIONS,
+            connections=BULK_CONNECTIONS if bulk else _CONNECTIONS,
         ),
         work=work,
         pieces=epoch["samples"],
@@ -146,25 +145,22 @@ def work_of(result: dict[str, Any], epoch: dict[str, Any]) -> Work:
     beside_s = (epoch["cpu_s"] + (epoch.get("server_cpu_s") or 0.0)) / samples - decode_s
     cpu = {"cpu_s": decode_s, "receive_cpu_s": beside_s}
     whole = epoch["mode"] == "whole-object"
-    if whole and requests and (objects := _objects(result)):
+    # The bytes of each object of a sample, if the file has them.
+    objects = next((data.get("object_bytes") for data in result["data"] if data["mode"] == "whole-object"), None)
+    if whole and requests and objects:
         return Work.of(whole_objects(objects), **cpu)
     if whole or not requests:
         return Work.of(Round(requests, size), **cpu)
     new, new_foreground = first_visits(result, epoch)
-    chunks = max(requests - new_foreground - _INDEX_REQUESTS * new, 0.0)
+    chunks = max(requests - new_foreground - INDEX_REQUESTS * new, 0.0)
     if not chunks:  # small objects are read completely
         return Work.of(Round(requests, size), **cpu)
     kinds = []
     for foreground_share, foreground in ((new_foreground, (Round(1, 0.0),)), (1 - new_foreground, ())):
-        for share, index in ((new, (Round(_INDEX_REQUESTS, 0.0),)), (1 - new, ())):
+        for share, index in ((new, (Round(INDEX_REQUESTS, 0.0),)), (1 - new, ())):
             if foreground_share * share > 0:
                 kinds.append((foreground_share * share, (*foreground, *index, Round(chunks, size))))
     return Work(kinds=tuple(kinds), **cpu)
-
-
-def _objects(result: dict[str, Any]) -> list[float]:
-    """Return the bytes of each object of a sample, if the file has them."""
-    return next((data.get("object_bytes") or [] for data in result["data"] if data["mode"] == "whole-object"), [])
 
 
 def whole_objects(sizes: Sequence[float]) -> Round:

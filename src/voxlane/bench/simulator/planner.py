@@ -4,7 +4,8 @@ a simulation."""
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Sequence
+from dataclasses import asdict, replace
 from typing import Any
 
 from voxlane.bench.simulator.model import Prices, Scenario
@@ -26,21 +27,6 @@ LINK, BANDWIDTH, REQUESTS, CORES = "link of a node", "bucket's bandwidth", "buck
 MONTH_S = 30 * 86_400.0
 
 
-@dataclass(frozen=True)
-class ResourceUse:
-    """How much of a limited resource a plan needs."""
-
-    resource: str
-    needed: float
-    limit: float
-    unit: str
-
-    @property
-    def share(self) -> float:
-        """Fraction of the limit that is needed; above 1 the limit is too low."""
-        return self.needed / self.limit
-
-
 def make_plan(scenario: Scenario, samples: int, prices: Prices) -> dict[str, Any]:
     """Choose settings for a training with `samples` samples per epoch and simulate them, with more samples in flight as
     long as that helps. Return the row of the result file. The scenario's workers, samples in flight and cache do not
@@ -49,9 +35,9 @@ def make_plan(scenario: Scenario, samples: int, prices: Prices) -> dict[str, Any
     workers, in_flight = first_guess(scenario, sample_s)
     row = _simulate(scenario, workers, in_flight)
     uses = uses_of(scenario, needed_samples_per_s(scenario) if scenario.step_time_s else row["samples_per_s"])
-    fullest = max(uses, key=lambda use: use.share)
+    fullest = max(uses, key=lambda use: float(use["share"]))
     for _ in range(4):
-        if fullest.share > 1 or (row["stall_share"] or 0.0) <= _STALL:
+        if fullest["share"] > 1 or (row["stall_share"] or 0.0) <= _STALL:
             break
         following = _simulate(scenario, workers, 2 * in_flight)
         if following["stall_share"] > row["stall_share"] - _STALL / 2:
@@ -59,20 +45,16 @@ def make_plan(scenario: Scenario, samples: int, prices: Prices) -> dict[str, Any
         in_flight, row = 2 * in_flight, following
     cache_bytes = cache_for(scenario, uses)
     cached = _simulate(scenario, workers, in_flight, cache_bytes=cache_bytes) if cache_bytes else row
-    binds = find_bottleneck(scenario, uses, row["stall_share"] or 0.0)
+    binds = find_bottleneck(scenario, fullest, row["stall_share"] or 0.0)
     return {
         "settings": {"workers": workers, "in_flight": in_flight, "prefetch": 2},
-        "uses": [
-            {"what": use.resource, "needed": use.needed, "limit": use.limit, "unit": use.unit, "share": use.share}
-            for use in uses
-            if math.isfinite(use.limit)
-        ],
+        "uses": [use for use in uses if math.isfinite(use["limit"])],
         "sample_s": sample_s,
         **{name: row[name] for name in ("stall_share", "samples_per_s", "gbps", "requests_per_s", "first_batch_s")},
         "cache_bytes": cache_bytes,
         **{f"cached_{name}": cached[name] for name in ("stall_share", "gbps", "requests_per_s")},
         "binds": binds,
-        "advice": give_advice(scenario, binds, uses, cache_bytes),
+        "advice": give_advice(scenario, binds, uses, fullest, cache_bytes),
         "quantities": list_quantities(scenario, samples, row["samples_per_s"], prices),
         "prices": asdict(prices),
     }
@@ -103,15 +85,20 @@ def needed_samples_per_s(scenario: Scenario) -> float:
     return scenario.cluster.world * scenario.loader.batch / scenario.step_time_s if scenario.step_time_s else math.inf
 
 
-def uses_of(scenario: Scenario, rate: float) -> tuple[ResourceUse, ...]:
-    """Return the use of each limited resource at `rate` samples per second."""
+def uses_of(scenario: Scenario, rate: float) -> list[dict[str, Any]]:
+    """Return the use of each limited resource at `rate` samples per second. `share` is the fraction of the limit that
+    is needed; above 1 the limit is too low."""
     work, network, node_rate = scenario.work, scenario.network, rate / scenario.cluster.nodes
-    return (
-        ResourceUse(LINK, node_rate * work.bytes * 8e-9, network.link_bytes_per_s * 8e-9, "Gbps"),
-        ResourceUse(BANDWIDTH, rate * work.bytes * 8e-9, network.bucket_bytes_per_s * 8e-9, "Gbps"),
-        ResourceUse(REQUESTS, rate * work.requests, network.bucket_requests_per_s, "requests/s"),
-        ResourceUse(CORES, node_rate * work.all_cpu_s, scenario.cluster.cores, "cores"),
+    uses = (
+        (LINK, node_rate * work.bytes * 8e-9, network.link_bytes_per_s * 8e-9, "Gbps"),
+        (BANDWIDTH, rate * work.bytes * 8e-9, network.bucket_bytes_per_s * 8e-9, "Gbps"),
+        (REQUESTS, rate * work.requests, network.bucket_requests_per_s, "requests/s"),
+        (CORES, node_rate * work.all_cpu_s, scenario.cluster.cores, "cores"),
     )
+    return [
+        {"what": resource, "needed": needed, "limit": limit, "unit": unit, "share": needed / limit}
+        for resource, needed, limit, unit in uses
+    ]
 
 
 def lone_sample_s(scenario: Scenario) -> float:
@@ -147,27 +134,27 @@ def first_guess(scenario: Scenario, sample_s: float) -> tuple[int, int]:
     return workers, min(max(in_flight, min(loader.batch, 2)), 4096)
 
 
-def cache_for(scenario: Scenario, uses: tuple[ResourceUse, ...]) -> float:
+def cache_for(scenario: Scenario, uses: Sequence[dict[str, Any]]) -> float:
     """Return the bytes of a node's cache that keep network and bucket within their limits; 0: not needed."""
-    worst = max(use.share for use in uses if use.resource != CORES)
+    worst: float = max(use["share"] for use in uses if use["what"] != CORES)
     if not scenario.step_time_s or worst <= _CAPACITY_LIMIT:
         return 0.0
     return (1 - _CAPACITY_LIMIT / worst) * scenario.dataset_bytes
 
 
-def find_bottleneck(scenario: Scenario, uses: tuple[ResourceUse, ...], stall: float) -> str:
+def find_bottleneck(scenario: Scenario, fullest: dict[str, Any], stall: float) -> str:
     """Return what keeps steps waiting: a resource, latency, or the step itself if they do not wait."""
-    fullest = max(uses, key=lambda use: use.share)
     if not scenario.step_time_s:
         return "loader"
-    if fullest.share > 1 or (stall > _STALL and fullest.share > _CAPACITY_LIMIT):
-        return fullest.resource
+    if fullest["share"] > 1 or (stall > _STALL and fullest["share"] > _CAPACITY_LIMIT):
+        return str(fullest["what"])
     return "latency" if stall > _STALL else "step"
 
 
-def give_advice(scenario: Scenario, binds: str, uses: tuple[ResourceUse, ...], cache_bytes: float) -> list[str]:
+def give_advice(
+    scenario: Scenario, binds: str, uses: Sequence[dict[str, Any]], fullest: dict[str, Any], cache_bytes: float
+) -> list[str]:
     """Return what to change, a sentence each."""
-    fullest = max(uses, key=lambda use: use.share)
     cache = f"use a cache of {cache_bytes / 1e9:,.0f} GB per node, or stage the data on the nodes' disks"
     whole = scenario.mode == "whole-object"
     smaller = ["read patches instead of whole objects: a fraction of the bytes"] if whole else []
@@ -181,14 +168,15 @@ def give_advice(scenario: Scenario, binds: str, uses: tuple[ResourceUse, ...], c
             "no limit is reached, but latency is too long: raise --in-flight, or use a bucket that is nearer"
         )
     elif binds == CORES:
-        sentences.append(f"decoding needs {fullest.needed:.1f} cores per node: use more cores, or fewer ranks per node")
+        sentences.append(
+            f"decoding needs {fullest['needed']:.1f} cores per node: use more cores, or fewer ranks per node"
+        )
     else:
-        sentences += [f"the {binds} would have to be {fullest.share:.1f} times higher", *smaller, cache]
+        sentences += [f"the {binds} would have to be {fullest['share']:.1f} times higher", *smaller, cache]
         if not whole and binds == REQUESTS:
             sentences.append("use larger chunks, or a larger --max-gap, to trade requests for bytes")
-    near = [use for use in uses if use.share > _CAPACITY_LIMIT and use.resource != binds]
-    sentences += [f"next limit: the {use.resource}, {use.share:.0%} used" for use in near]
-    return sentences
+    near = [use for use in uses if use["share"] > _CAPACITY_LIMIT and use["what"] != binds]
+    return sentences + [f"next limit: the {use['what']}, {use['share']:.0%} used" for use in near]
 
 
 def _simulate(scenario: Scenario, workers: int, in_flight: int, *, cache_bytes: float = 0.0) -> dict[str, Any]:

@@ -71,6 +71,7 @@ WHOLE_CPU_S_PER_BYTE = 2.95e-9
 """Processor time of voxlane's client for objects of 150 MiB: median of benchmarks/results/loading.json."""
 FOREGROUND_SHARE = 0.33
 INDEX_REQUESTS = 2
+"""Requests for the indexes of image and label, for a case that a process has not read before."""
 
 
 def fit_rates(latency: Latency) -> dict[str, float]:

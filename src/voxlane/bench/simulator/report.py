@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,9 @@ _STALLED = 0.05
 
 def format_report(result: Row) -> str:
     """Return the report of a result of any kind."""
-    return {"scale": _format_scale, "check": _format_check, "plan": _format_plans}[result["kind"]](result)
+    if result["kind"] == "plan":
+        return "\n\n\n".join(_format_plan(result["setting"], row) for row in result["rows"])
+    return _format_check(result) if result["kind"] == "check" else _format_scale(result)
 
 
 def _number(value: float) -> str:
@@ -92,7 +95,7 @@ def _explain_scale(result: Row) -> list[str]:
         sentences.append(
             f"at {both[-1]:,} nodes, patches: {faster:.0f}x the samples/s, {fewer:.0f}x fewer bytes per sample"
         )
-    sentences += [_needs(result["setting"], row) for row in patches.values() if _stalls(row)]
+    sentences += _explain_stalls(result["setting"], patches.values())
     most = max((row["max_requests_per_s"] for row in patches.values()), default=0.0)
     if most > _GCS_FIRST_READS_PER_S and result["setting"]["network"]["bucket_requests_per_s"] is None:
         sentences.append(
@@ -104,17 +107,15 @@ def _explain_scale(result: Row) -> list[str]:
     return sentences
 
 
-def _stalls(row: Row) -> bool:
-    return row["steady"] is not None and (row["steady"]["stall_share"] or 0.0) > _STALLED
-
-
-def _needs(settings: Row, row: Row) -> str:
-    rate = row["nodes"] * settings["ranks"] * settings["batch"] / settings["step_time_s"]
-    tbps, requests = rate * settings["patch"]["bytes"] * 8e-12, rate * settings["patch"]["requests"] / 1e6
-    return (
-        f"at {row['nodes']:,} nodes steps wait for patches: otherwise the bucket would deliver {tbps:,.2f} Tbps and "
-        f"{requests:,.2f} million requests per second; --plan shows the cache that helps"
-    )
+def _explain_stalls(settings: Row, rows: Iterable[Row]) -> Iterator[str]:
+    for row in rows:
+        if row["steady"] is not None and (row["steady"]["stall_share"] or 0.0) > _STALLED:
+            rate = row["nodes"] * settings["ranks"] * settings["batch"] / settings["step_time_s"]
+            tbps, requests = rate * settings["patch"]["bytes"] * 8e-12, rate * settings["patch"]["requests"] / 1e6
+            yield (
+                f"at {row['nodes']:,} nodes steps wait for patches: otherwise the bucket would deliver {tbps:,.2f} "
+                f"Tbps and {requests:,.2f} million requests per second; --plan shows the cache that helps"
+            )
 
 
 # -- checks ------------------------------------------------------------------------------------------------------------
@@ -163,11 +164,6 @@ _COSTS: tuple[Column, ...] = (
     ("USD requests", "{requests_usd:,.2f}"),
     ("USD egress", "{egress_usd:,.2f}"),
 )
-
-
-def _format_plans(result: Row) -> str:
-    """Return a block per plan."""
-    return "\n\n\n".join(_format_plan(result["setting"], row) for row in result["rows"])
 
 
 def _format_plan(settings: Row, row: Row) -> str:

@@ -9,13 +9,12 @@ from typing import Annotated, Any, ClassVar, Literal, get_args
 
 import pydantic
 
-from voxlane.bench.field_types import Count, CountOrZero, Limit, NotNegative, Positive, Seconds
+from voxlane.bench.field_types import SIZE, Count, CountOrZero, Limit, NotNegative, Positive, Seconds, default_size
 from voxlane.bench.scaling.settings import parse_counts
 from voxlane.bench.simulator import measured_runs, public_benchmark
 from voxlane.bench.simulator.model import Cluster, Latency, Loader, Network, Prices, Scenario, Work
 from voxlane.errors import ConfigError
 from voxlane.settings import Flag, PathOrUri, record
-from voxlane.sizes import parse_bytes
 
 Mode = Literal["whole-object", "patches"]
 BEYOND_THE_TABLE = 10_000
@@ -23,7 +22,6 @@ _FEWEST_STEPS = 100
 """Steps of patches at least, so that the start, when workers fill their queues, is not all there is to see."""
 MOST_NODES = {"whole-object": 1024, "patches": 8}
 """Largest number of nodes that is simulated in each mode."""
-_BULK_CONNECTIONS = 8
 _PATCH_SOURCE = "benchmarks/results/segmentation_loading.json"
 
 
@@ -47,7 +45,7 @@ class SimulatorSettings:
     """Number of cores per node."""
     link_gbps: NotNegative = public_benchmark.LINK_GBPS
     """Bandwidth of a node in Gbps (1e9 bits/s); 0: unlimited."""
-    cache: Annotated[str, Flag(metavar="SIZE")] = "0"
+    cache_bytes: Annotated[float, SIZE, Flag(long="--cache", metavar="SIZE")] = default_size("0")
     """Size of the cache on a node's disk."""
     warm: bool = False
     """Start with full caches."""
@@ -71,17 +69,17 @@ class SimulatorSettings:
     """patches: number of requests of a process at a time."""
     volumes: Positive = public_benchmark.VOLUMES
     """Number of volumes in the dataset."""
-    image_size: Annotated[str, Flag(long="--image-bytes", metavar="SIZE")] = "150M"
+    image_bytes: Annotated[float, SIZE, Flag(metavar="SIZE")] = default_size("150M")
     """Size of a whole image."""
-    label_size: Annotated[str, Flag(long="--label-bytes", metavar="SIZE")] = "37500k"
+    label_bytes: Annotated[float, SIZE, Flag(metavar="SIZE")] = default_size("37500k")
     """Size of a whole label."""
     whole_cpu_s: Seconds = 0.0
     """Processor seconds of a whole sample; 0: they are part of the rate of a connection, as in the public table."""
-    prepared_size: Annotated[str, Flag(long="--prepared-bytes", metavar="SIZE")] = "43130k"
+    prepared_bytes: Annotated[float, SIZE, Flag(metavar="SIZE")] = default_size("43130k")
     """Size of a prepared volume."""
     measured: Annotated[PathOrUri, Flag(metavar="RESULT")] = ""
     """Take the cost of a patch from this result file of voxlane bench loading."""
-    patch_size: Annotated[str, Flag(long="--patch-bytes", metavar="SIZE")] = ""
+    patch_bytes: Annotated[float | None, SIZE, Flag(metavar="SIZE")] = None
     """Size of the chunks that a patch reads (default: 3.16M)."""
     patch_requests: NotNegative | None = None
     """Number of requests for those chunks (default: 8.975)."""
@@ -121,13 +119,9 @@ class SimulatorSettings:
     def __post_init__(self) -> None:
         if self.check:
             return
-        for flag, size in (
-            ("--image-bytes", self.image_bytes),
-            ("--label-bytes", self.label_bytes),
-            ("--prepared-bytes", self.prepared_bytes),
-        ):
-            if not size > 0:
-                raise ConfigError(f"{flag} {size:g}", fix="Give more than 0")
+        for name in ("image", "label", "prepared"):
+            if not (size := getattr(self, f"{name}_bytes")) > 0:
+                raise ConfigError(f"--{name}-bytes {size:g}", fix="Give more than 0")
         for mode in self.modes:  # reports what is wrong with a scenario before anything slow begins
             self.scenario(mode, self.nodes[0])
 
@@ -152,26 +146,6 @@ class SimulatorSettings:
         return not self.no_sync
 
     @property
-    def image_bytes(self) -> float:
-        """Bytes of a whole image."""
-        return float(parse_bytes(self.image_size, name="--image-bytes"))
-
-    @property
-    def label_bytes(self) -> float:
-        """Bytes of a whole label."""
-        return float(parse_bytes(self.label_size, name="--label-bytes"))
-
-    @property
-    def prepared_bytes(self) -> float:
-        """Bytes of a prepared volume."""
-        return float(parse_bytes(self.prepared_size, name="--prepared-bytes"))
-
-    @property
-    def cache_bytes(self) -> float:
-        """Bytes of the cache on a node's disk."""
-        return float(parse_bytes(self.cache, name="--cache"))
-
-    @property
     def prices(self) -> Prices:
         """Prices of requests and egress."""
         return Prices(usd_per_10k_requests=self.usd_per_10k_requests, usd_per_gb=self.usd_per_gb)
@@ -192,7 +166,7 @@ class SimulatorSettings:
     @property
     def patch_source(self) -> str:
         """Where the cost of a patch comes from."""
-        flags = (self.patch_requests, self.patch_size or None, self.patch_cpu_s)
+        flags = (self.patch_requests, self.patch_bytes, self.patch_cpu_s)
         changed = ", and flags" if any(value is not None for value in flags) else ""
         return (self.measured or _PATCH_SOURCE) + changed
 
@@ -211,10 +185,9 @@ class SimulatorSettings:
         if not self.patch_source.endswith("flags"):
             return work
         added = public_benchmark.patch_work().requests - public_benchmark.PATCH_REQUESTS  # for foreground and indexes
-        size = float(parse_bytes(self.patch_size, name="--patch-bytes")) if self.patch_size else work.bytes
         return public_benchmark.patch_work(
             requests=max(work.requests - added, 1.0) if self.patch_requests is None else self.patch_requests,
-            size=size,
+            size=work.bytes if self.patch_bytes is None else self.patch_bytes,
             cpu_s=work.all_cpu_s if self.patch_cpu_s is None else self.patch_cpu_s,
         )
 
@@ -263,7 +236,7 @@ class SimulatorSettings:
             return scenario
         cpu_s = self.whole_cpu_s or public_benchmark.WHOLE_CPU_S_PER_BYTE * self.sample_bytes
         work = Work.of(measured_runs.whole_objects([self.image_bytes, self.label_bytes]), cpu_s=cpu_s)
-        return replace(scenario, work=work, loader=Loader(batch=self.batch, connections=_BULK_CONNECTIONS))
+        return replace(scenario, work=work, loader=Loader(batch=self.batch, connections=measured_runs.BULK_CONNECTIONS))
 
     def samples_per_epoch(self, nodes: int) -> int:
         """Return the samples of an epoch of a plan, over all ranks: --steps full steps, or each volume once."""

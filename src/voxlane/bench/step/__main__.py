@@ -41,7 +41,7 @@ def run(settings: StepSettings) -> int:
             "no plot, because matplotlib is not installed; draw it on another machine: "
             f"voxlane bench step --plot-from {settings.out}"
         )
-    return 1 if result.failed else 0
+    return int(any(variant.error is not None for variant in result.variants))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -69,11 +69,6 @@ class StepResult:
     matrix_flops_per_s: float
     copy_bytes_per_s: float
 
-    @property
-    def failed(self) -> bool:
-        """Whether a variant failed."""
-        return any(variant.error is not None for variant in self.variants)
-
 
 def measure(settings: StepSettings) -> StepResult:
     """Measure all variants. One that fails is reported, and the others go on."""

@@ -169,20 +169,16 @@ def format_steps(result: dict[str, Any]) -> str:
             rows.append([row["variant"], "failed", *["-"] * 9])
             continue
         ms = row["step_ms"]
-        first = _find_reference(result, row["kind"])
+        first = next(other for other in result["summary"] if other["kind"] == row["kind"])
         cells = [row["variant"], f"{ms['median']:.2f}", f"{ms['min']:.2f} to {ms['max']:.2f}"]
-        cells += ["-" if first is None else "" if first is row else f"{first['step_ms']['median'] / ms['median']:.2f}x"]
+        cells += [
+            "-" if "error" in first else "" if first is row else f"{first['step_ms']['median'] / ms['median']:.2f}x"
+        ]
         cells += [f"{row['patches_per_s']['median']:.1f}", f"{row['times_floor']:.2f}", f"{row['first_s']:.1f}"]
         cells += ["-" if row[name] is None else f"{row[name] / _GIB:.2f}" for name in ("peak_bytes", "held_bytes")]
         cells += ["-" if row[name] is None else f"{row[name]:.4f}" for name in ("first_loss", "last_loss")]
         rows.append(cells)
     return format_table(rows)
-
-
-def _find_reference(result: dict[str, Any], kind: str) -> dict[str, Any] | None:
-    """Return the variant that the others of a kind are compared with; None if it failed."""
-    first: dict[str, Any] = next(row for row in result["summary"] if row["kind"] == kind)
-    return None if "error" in first else first
 
 
 def format_profiles(result: dict[str, Any]) -> str:

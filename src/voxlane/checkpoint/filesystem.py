@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import gc
 import importlib.util
-import shutil
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -115,7 +114,8 @@ class BucketFileSystem(AbstractFileSystem):  # type: ignore[misc]
     def cp_file(self, path1: str, path2: str, **kwargs: Any) -> None:
         """Copy a file within or between buckets."""
         with self._open(path1) as source, self._open(path2, "wb") as target:
-            shutil.copyfileobj(source, target, 8 << 20)
+            while block := source.read(8 << 20):
+                target.write(block)
 
     def _open(self, path: str, mode: str = "rb", **kwargs: Any) -> Any:
         store, key = Store.locate(path, self._config)

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
-import random
 import tempfile
 import threading
-import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Self, TypeVar
@@ -24,21 +21,16 @@ from voxlane.errors import (
     NotFoundError,
     PermissionDeniedError,
     RangeError,
-    StoreError,
 )
 from voxlane.store.config import StoreConfig
 from voxlane.store.counters import Counters
 from voxlane.store.credentials import open_native, resolve_endpoint
 from voxlane.store.objects import ObjectInfo, changed_error
-from voxlane.store.translate import TransientError, is_foreign, translate
+from voxlane.store.retry import Retrier
+from voxlane.store.translate import TransientError, is_foreign
 from voxlane.store.writer import Writer
 
 _T = TypeVar("_T")
-_log = logging.getLogger("voxlane")
-_ATTEMPTS_BEFORE_WARNING = 5
-"""Warn after this many failed attempts; occasional failures are normal."""
-_WARNING_INTERVAL_S = 30.0
-"""Warn at most this often for all requests of a store."""
 LIST_PAGE_KEYS = 1000
 """Most keys that one list request returns on S3 and GCS; list requests are counted by it."""
 _COPY_BYTES = 256 * 1024
@@ -89,7 +81,7 @@ class Store:
 
     def _reset(self) -> None:
         self._pid = -1
-        self._last_warning_s = -_WARNING_INTERVAL_S
+        self._retrier = Retrier(self.config.retry)
         self._native: dict[bool, Any] = {}
         self._opening = threading.Lock()
         self._pools: dict[str, ThreadPoolExecutor] = {}
@@ -380,35 +372,8 @@ class Store:
             raise changed_error(uri, f"as {etag}", meta["e_tag"])
 
     def call(self, kind: str, uri: str, attempt: Callable[[], _T]) -> _T:
-        """Call `attempt` until it succeeds, fails permanently, or the deadline passes; count every attempt. `translate`
-        decides which failures are retried, `config.retry` for how long."""
-        retry = self.config.retry
-        deadline = time.monotonic() + retry.deadline_s
-        delay_s = retry.initial_delay_s
-        attempts = 0
-        while True:
-            attempts += 1
-            self.counters.add(kind, retries=int(attempts > 1))
-            try:
-                return attempt()
-            except TransientError as error:
-                failure = error
-            except Exception as error:
-                if not is_foreign(error):
-                    raise
-                translated = translate(error, uri)
-                if isinstance(translated, StoreError):
-                    raise translated from None
-                failure = translated
-            pause_s = delay_s * random.uniform(0.5, 1.0)
-            if time.monotonic() + pause_s > deadline:
-                raise failure.to_unavailable(attempts) from None
-            is_due = time.monotonic() - self._last_warning_s > _WARNING_INTERVAL_S
-            if attempts == _ATTEMPTS_BEFORE_WARNING and is_due:  # many requests fail together; one line is enough
-                self._last_warning_s = time.monotonic()
-                _log.warning("%s: %s; retrying for up to %.0f s", failure.uri, failure, retry.deadline_s)
-            time.sleep(pause_s)
-            delay_s = min(delay_s * retry.multiplier, retry.max_delay_s)
+        """Call `attempt` until it succeeds, fails permanently, or the deadline passes; count every request."""
+        return self._retrier.call(kind, uri, attempt, self.counters)
 
 
 _inherited: list[Any] = []

@@ -32,8 +32,8 @@ NUM_RANKS = 4
 _MAX_CHECKPOINTS = 2
 """Number of newest checkpoints that remain after each kill; the rest is pruned to save space."""
 _QUIET_S = 0.3
-_READY_S = 60.0
-_ROUND_S = 60.0
+_READY_S = 300.0
+_ROUND_S = 300.0
 _STAGED = re.compile(r"#\d+$")
 """Suffix that the engine gives to incomplete files in a folder."""
 _CONTEXT = multiprocessing.get_context("forkserver")

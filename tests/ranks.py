@@ -26,7 +26,7 @@ class RankPool:
         self._folder = folder
         self._runs = itertools.count()
 
-    def run(self, function: Callable[..., Any], num_ranks: int, *arguments: Any, timeout_s: float = 100.0) -> list[Any]:
+    def run(self, function: Callable[..., Any], num_ranks: int, *arguments: Any, timeout_s: float = 300.0) -> list[Any]:
         """Call `function(rank, *arguments)` on every rank; return the results by rank, or raise an AssertionError with
         the first traceback. `function` must be importable."""
         while len(self._members) < num_ranks:

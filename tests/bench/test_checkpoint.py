@@ -90,7 +90,7 @@ def test_one_rank_of_a_job(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "checkpoint-bench.json").read_text())["setting"]["num_ranks"] == 1
 
 
-def test_what_a_user_gets_wrong_is_one_line(tmp_path: Path) -> None:
+def test_user_mistakes_give_one_line(tmp_path: Path) -> None:
     assert "Give --dir URI (or CKPT_DIR_PATH)" in fails(tmp_path, status=2)
     assert "--restore URI (or CKPT_RESTORE_PATH)" in fails(tmp_path, "--load-only", "--dir", "c", status=2)
     message = "--saves: expected a value greater than or equal to 1, got 0"
@@ -103,12 +103,12 @@ def test_what_a_user_gets_wrong_is_one_line(tmp_path: Path) -> None:
         assert "no CUDA device" in fails(tmp_path, "--dir", "c", "--no-plot", "--accelerator", "gpu")
 
 
-def test_what_fails_in_a_rank_is_one_line(tmp_path: Path) -> None:
+def test_error_in_a_rank_is_one_line(tmp_path: Path) -> None:
     message = fails(tmp_path, "--load-only", "--restore", "empty", "--layers", "1", "--no-plot")
     assert "no complete checkpoint here" in message
 
 
-def test_the_model_is_that_of_lightnings_demos() -> None:
+def test_model_equals_the_one_in_lightnings_demos() -> None:
     lightning = pytest.importorskip("lightning.pytorch.demos")
     lightning_shapes = [
         (name, tensor.shape) for name, tensor in sorted(lightning.Transformer(nlayers=2).state_dict().items())
@@ -117,7 +117,7 @@ def test_the_model_is_that_of_lightnings_demos() -> None:
         assert [(name, tensor.shape) for name, tensor in sorted(state.items())] == lightning_shapes
 
 
-def test_a_wrong_value_is_found() -> None:
+def test_wrong_value_is_detected() -> None:
     state = demo_model.full_state(1, torch.device("cpu"))
     assert demo_model.first_difference(state) is None
     state["decoder.bias"][-1] += 1e-6

@@ -154,7 +154,7 @@ def test_both_modes_give_the_same_patches_of_the_same_cases(data: Bucket) -> Non
 # -- settings ----------------------------------------------------------------------------------------------------------
 
 
-def test_an_epoch_is_whole_steps() -> None:
+def test_epoch_is_whole_steps() -> None:
     assert SETTING.samples_per_epoch(30) == 24
     assert dataclasses.replace(SETTING, samples=40).samples_per_epoch(5) == 36
     assert dataclasses.replace(SETTING, steps=5).samples_per_epoch(1) == 60
@@ -260,7 +260,7 @@ def test_epochs_are_summed_over_ranks_and_over_each_nodes() -> None:
         ({}, 0.0, "bucket"),
     ],
 )
-def test_what_binds_is_named(fields: dict[str, Any], step_s: float, bound: str) -> None:
+def test_bottleneck_is_named(fields: dict[str, Any], step_s: float, bound: str) -> None:
     setting = dataclasses.replace(SETTING, ranks=1, nodes=1, step_time_s=step_s)
     result = document(setting, rank_epoch(**fields))
     assert result["summary"][0]["bound"] == bound
@@ -300,7 +300,7 @@ def test_raw_scans_and_the_prepared_dataset_are_compared(
     assert "epoch 2 of 2" in output.err
 
 
-def test_a_warm_cache_spares_the_bucket_and_a_cold_one_begins_empty(
+def test_warm_cache_avoids_the_bucket_and_a_cold_cache_starts_empty(
     data: Bucket, emulator: Emulator, tmp_path: Path
 ) -> None:
     words = (f"{data.uri}/raw", f"{data.uri}/prepared", "--patch", "16", "--samples", "24", "--step-time", "0")
@@ -319,7 +319,7 @@ def test_a_warm_cache_spares_the_bucket_and_a_cold_one_begins_empty(
     assert not list(tmp_path.glob("node-*/*")), "caches are removed"
 
 
-def test_ranks_share_an_epoch_and_are_told_by_node(data: Bucket, tmp_path: Path) -> None:
+def test_ranks_share_an_epoch_and_are_reported_by_node(data: Bucket, tmp_path: Path) -> None:
     words = ("--ranks", "1", "--nodes", "2", "--steps", "3", "--step-time", "0.01", "--epochs", "1", "--workers", "1")
     result = bench(tmp_path, f"{data.uri}/prepared", *words)
     (epoch,) = result["epochs"]
@@ -328,7 +328,7 @@ def test_ranks_share_an_epoch_and_are_told_by_node(data: Bucket, tmp_path: Path)
     assert sum(node["bytes"] for node in epoch["nodes"]) == epoch["bytes"] == epoch["server_bytes"]
 
 
-def test_a_bucket_that_throttles_is_told_with_honest_figures(
+def test_throttling_bucket_is_reported_with_its_figures(
     data: Bucket, emulator: Emulator, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     emulator.set_faults(Faults(error_rate=0.3, error_statuses=(429,), kinds=("get",), seed=1))
@@ -352,7 +352,7 @@ def test_listing_only_lists_and_stops(
     assert "12 objects" in capsys.readouterr().out
 
 
-def test_a_manifest_spares_the_listing(data: Bucket, emulator: Emulator, tmp_path: Path) -> None:
+def test_manifest_replaces_the_listing(data: Bucket, emulator: Emulator, tmp_path: Path) -> None:
     saved = str(tmp_path / "raw.parquet")
     assert main(["ls", f"{data.uri}/raw/", "--save", saved]) == 0
     emulator.reset_counters()
@@ -361,7 +361,7 @@ def test_a_manifest_spares_the_listing(data: Bucket, emulator: Emulator, tmp_pat
     assert emulator.counters().list.requests == 0
 
 
-def test_a_manifest_of_a_folder_whose_name_begins_alike_is_refused(
+def test_manifest_of_a_folder_with_the_same_name_prefix_is_rejected(
     data: Bucket, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     saved = str(tmp_path / "raw.parquet")
@@ -403,7 +403,7 @@ def _runs(pid: int) -> bool:
         return False
 
 
-def test_a_rank_that_fails_ends_all_of_them(
+def test_rank_that_fails_ends_all_of_them(
     data: Bucket, emulator: Emulator, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """This includes a cache, which the ranks otherwise remove together."""
@@ -435,7 +435,7 @@ def test_results_and_plot_go_to_a_bucket(data: Bucket, emulator: Emulator) -> No
         (("prepared", "--cache-bytes", "lots"), "--cache-bytes: expected a size.*'lots'"),
     ],
 )
-def test_mistakes_are_told_in_one_line(
+def test_mistakes_give_one_line(
     data: Bucket, capsys: pytest.CaptureFixture[str], words: tuple[str, ...], message: str
 ) -> None:
     arguments = [f"{data.uri}/{word}" if word in ("raw", "prepared", "nothing") else word for word in words]
@@ -445,7 +445,7 @@ def test_mistakes_are_told_in_one_line(
     assert re.search(message, output), output
 
 
-def test_what_a_worker_raises_comes_without_its_traceback(
+def test_error_of_a_worker_has_no_traceback(
     data: Bucket, emulator: Emulator, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for key in emulator.keys("bkt", "raw/"):

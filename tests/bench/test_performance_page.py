@@ -25,11 +25,11 @@ def generate_page(results: Path, out: Path) -> str:
     return out.read_text()
 
 
-def test_the_committed_page_is_that_of_the_committed_results(tmp_path: Path) -> None:
+def test_committed_page_matches_the_committed_results(tmp_path: Path) -> None:
     assert generate_page(RESULTS, tmp_path / "page.md") == PAGE.read_text(), "run: make bench-report"
 
 
-def test_what_the_page_points_to_is_there() -> None:
+def test_links_of_the_page_exist() -> None:
     targets = re.findall(r"\]\(([^)#]+)\)", PAGE.read_text())
     assert len(targets) > 30
     assert not [target for target in targets if not (PAGE.parent / target).exists()]
@@ -58,7 +58,7 @@ def spread(median: float, least: float, most: float) -> dict[str, float]:
     return {"median": median, "min": least, "max": most}
 
 
-def test_a_ratio_says_what_the_spreads_allow(functions: Any) -> None:
+def test_ratio_is_qualified_by_the_spread(functions: Any) -> None:
     our_spread, peer_spread = spread(1.0, 0.8, 1.25), spread(2.0, 1.5, 4.0)
     assert functions.faster(our_spread, peer_spread) == {"median": 2.0, "min": 1.2, "max": 5.0}
     assert functions.more(peer_spread, our_spread) == functions.faster(our_spread, peer_spread)
@@ -67,7 +67,7 @@ def test_a_ratio_says_what_the_spreads_allow(functions: Any) -> None:
     assert functions.times(spread(1.2, 0.9, 1.4)) == "1.20x (0.90 to 1.40), not significant"
 
 
-def test_a_peer_that_is_faster_is_listed_and_a_quick_run_is_named(tmp_path: Path) -> None:
+def test_peer_that_is_faster_is_listed_and_a_quick_run_is_named(tmp_path: Path) -> None:
     document = json.loads((RESULTS / "listing.json").read_text())
     document["settings"]["quick"] = True
     for row in document["summary"]:
@@ -101,7 +101,7 @@ def step_row(variant: str, kind: str, ms: float) -> dict[str, Any]:
     }
 
 
-def test_a_training_step_stands_beside_the_first_of_its_kind(tmp_path: Path) -> None:
+def test_training_step_is_compared_with_the_first_variant_of_its_kind(tmp_path: Path) -> None:
     rows = [
         step_row("reference", "mlperf", 57.6),
         step_row("compile", "mlperf", 20.0),
@@ -134,7 +134,7 @@ def test_a_training_step_stands_beside_the_first_of_its_kind(tmp_path: Path) -> 
     assert "| peak memory, a training step of MLPerf's network | compile | 0.50x, no spread, **slower** |" in slower
 
 
-def test_what_failed_is_neither_ours_nor_a_gain(tmp_path: Path) -> None:
+def test_failed_variant_gives_no_ratio(tmp_path: Path) -> None:
     document = json.loads((RESULTS / "listing.json").read_text())
     for row in document["summary"]:
         if row["contender"] == "voxlane":

@@ -37,7 +37,7 @@ def changed(**fields: Any) -> ScalingSettings:
 # -- what is measured ------------------------------------------------------------------------------------------------
 
 
-def test_every_point_takes_its_turn_and_what_weak_and_strong_share_is_measured_once() -> None:
+def test_points_are_interleaved_and_shared_points_are_measured_once() -> None:
     result = list(plan_measurements(SETTING))
     weak = [ScalingPoint(1, 2, 10), ScalingPoint(2, 2, 10), ScalingPoint(4, 2, 10)]
     strong = [ScalingPoint(1, 8, 10), ScalingPoint(2, 4, 10)]  # and 4 workers x 2 patches, which is weak's too
@@ -46,7 +46,7 @@ def test_every_point_takes_its_turn_and_what_weak_and_strong_share_is_measured_o
     assert list(plan_measurements(changed(worker_counts=None, trials=1, launcher="ray"))) == []
 
 
-def test_a_step_takes_time_by_its_patches() -> None:
+def test_step_time_grows_with_its_patches() -> None:
     assert SETTING.step_s(2) == pytest.approx(0.2)
     assert SETTING.step_s(8) == pytest.approx(0.8)
 
@@ -75,13 +75,13 @@ def test_numbers() -> None:
         ({"address": "auto", "launcher": "ray", "data": "gs://b/d", "real": True}, "Give --run URI"),
     ],
 )
-def test_what_does_not_go_together(fields: dict[str, Any], message: str) -> None:
+def test_conflicting_settings_are_rejected(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError) as caught:
         changed(**fields)
     assert message in str(caught.value)
 
 
-def test_what_cannot_be_trained() -> None:
+def test_configs_that_cannot_be_trained() -> None:
     with pytest.raises(ConfigError, match="batch: the benchmark sets it"):
         build_config(changed(overrides=("batch=2",)))
     with pytest.raises(ConfigError, match="epochs=2 or more"):
@@ -91,7 +91,7 @@ def test_what_cannot_be_trained() -> None:
     assert build_config(SETTING).preset == "small"
 
 
-def test_the_share_of_a_cpu_that_fits_all() -> None:
+def test_cpu_share_that_fits_all_workers() -> None:
     assert compute_cpu_share([2.0], 1) == 1.0
     assert compute_cpu_share([2.0], 8) == 0.25
     assert compute_cpu_share([2.0], 3) == 0.66
@@ -124,7 +124,7 @@ def test_every_parameter_has_its_place_in_the_step() -> None:
     assert min(costs.values()) > 0
 
 
-def test_a_step_lasts_as_long_as_was_said_and_gives_the_gradients_that_were_set() -> None:
+def test_step_takes_the_set_time_and_gives_the_set_gradients() -> None:
     with torch.device("meta"):
         costs = simulated_step.count_multiplications(build_network(NETWORK, 1, 3), 1, (16, 16, 16))
     network = simulated_step.SimulatedNetwork(build_network(NETWORK, 1, 3), costs, step_s=0.3)
@@ -144,7 +144,7 @@ def test_a_step_lasts_as_long_as_was_said_and_gives_the_gradients_that_were_set(
     assert all(p.grad is not None for p in network.parameters())
 
 
-def test_weights_that_are_not_where_all_ranks_gradients_lead_are_found() -> None:
+def test_wrong_weights_after_averaging_are_detected() -> None:
     before = [torch.zeros(3), torch.ones(2)]
     moved = 10 * simulated_step.LEARNING_RATE * 2.5  # 4 ranks: the mean of 1, 2, 3, 4
     check_weights(before, [nn.Parameter(old - moved) for old in before], 10, rank=0, world_size=4)
@@ -170,7 +170,7 @@ def rank_times(**fields: Any) -> RankTimes:
     return RankTimes(**(base | fields))
 
 
-def test_the_slowest_rank_counts() -> None:
+def test_slowest_rank_determines_the_result() -> None:
     ranks = [rank_times(), rank_times(entered=107.0, steps_s=[0.2, 0.3, 0.5], setup_s=1.5, waited_s=0.3)]
     fields = combine_ranks(ScalingPoint(2, 4, 3), ranks, launched_at=100.0)
     result = PointTimes(workers=2, batch=4, repetition=0, total_s=25.0, load_1m=0.5, **fields)
@@ -227,7 +227,7 @@ def test_time_to_a_dice_counts_only_where_every_repetition_came_there() -> None:
     assert single_row["best_dice"] == 0.72
 
 
-def test_of_a_run_the_first_epoch_and_validation_are_left_out() -> None:
+def test_first_epoch_and_validation_of_a_run_are_left_out() -> None:
     entry = {"patches": 100, "wait_share": 0.5, "mean_dice": None}
     history = [
         {**entry, "patches_per_s": 5.0, "seconds": 30.0},
@@ -243,7 +243,7 @@ def test_of_a_run_the_first_epoch_and_validation_are_left_out() -> None:
     assert result.seconds_to(0.5) is None
 
 
-def test_efficiency_of_a_search_is_by_what_trials_take_alone() -> None:
+def test_efficiency_of_a_search_is_relative_to_single_trials() -> None:
     result = SearchTimes(
         concurrent=2,
         trials=8,
@@ -334,7 +334,7 @@ def test_workers_and_trials_on_ray(tmp_path: Path, data: str) -> None:
     assert 0 < result["trials"][0]["efficiency"]["median"] <= 1
 
 
-def test_what_a_user_gets_wrong_is_one_line(tmp_path: Path) -> None:
+def test_user_mistakes_give_one_line(tmp_path: Path) -> None:
     for arguments, message in (
         (["--workers", "0"], "--workers 0"),
         (["a", "b"], "unexpected argument 'b'"),

@@ -52,7 +52,7 @@ def bench(folder: Path, *words: str, status: int = 0) -> dict[str, Any]:
 
 
 @pytest.mark.usefixtures("narrow")
-def test_a_run_prints_tables_and_writes_result_and_plot(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_run_prints_tables_and_writes_result_and_plot(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     result = bench(tmp_path, "--commit", "abc")
     names = [name for name in VARIANTS if name != "compile"]
     assert [row["variant"] for row in result["summary"]] == names
@@ -79,7 +79,7 @@ def test_a_run_prints_tables_and_writes_result_and_plot(tmp_path: Path, capsys: 
 
 
 @pytest.mark.usefixtures("narrow")
-def test_variants_take_turns_and_start_alike(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_variants_take_turns_and_start_equal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     taken: list[str] = []
     real = step.run_steps
 
@@ -108,7 +108,7 @@ def test_nnunets_loss_and_settings_train_as_ours(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("narrow")
-def test_a_variant_that_fails_is_told_and_the_others_go_on(
+def test_failed_variant_is_reported_and_the_others_continue(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     real = step.build
@@ -127,7 +127,7 @@ def test_a_variant_that_fails_is_told_and_the_others_go_on(
 
 
 @pytest.mark.usefixtures("narrow")
-def test_a_plot_can_be_drawn_later(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_plot_can_be_drawn_later(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     bench(tmp_path, "--variant", "reference", "--no-plot", "--no-profile", "--rounds", "1")
     assert main(["bench", "step", "--plot-from", str(tmp_path / "out.json")]) == 0
     assert (tmp_path / "out.png").exists()
@@ -163,7 +163,7 @@ def test_a_plot_can_be_drawn_later(tmp_path: Path, capsys: pytest.CaptureFixture
         (("--out", "/nowhere/x.json"), "cannot write the result file"),
     ],
 )
-def test_mistakes_are_told_in_a_line(
+def test_mistakes_give_one_line(
     words: tuple[str, str], message: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
@@ -179,7 +179,7 @@ def test_mistakes_are_told_in_a_line(
 # -- losses ------------------------------------------------------------------------------------------------------------
 
 
-def test_the_peers_losses_are_ours_in_value_and_gradient() -> None:
+def test_losses_of_peers_match_ours_in_value_and_gradient() -> None:
     torch.manual_seed(0)
     heads = [torch.randn(2, 3, side, side, side, dtype=torch.float64) for side in (8, 4)]
     label = torch.randint(0, 3, (2, 8, 8, 8), dtype=torch.uint8)
@@ -253,11 +253,11 @@ def test_nnunets_own_network_is_ours_and_a_head_more() -> None:
         ("void at::native::reduce_kernel<512, 1, at::native::ReduceOp<float, sum_functor<float>>>", "other"),
     ],
 )  # fmt: skip
-def test_what_a_kernel_is_for(name: str, group: str) -> None:
+def test_purpose_of_a_kernel(name: str, group: str) -> None:
     assert group_of(name, {}) == group
 
 
-def test_our_kernels_are_told_by_their_modules(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_our_kernels_are_recognised_by_their_modules(monkeypatch: pytest.MonkeyPatch) -> None:
     def wrapped(name: str) -> Any:
         function = types.SimpleNamespace(__name__=name)
         return types.SimpleNamespace(fn=types.SimpleNamespace(fn=function))
@@ -315,7 +315,7 @@ def test_marks_tell_loss_and_optimizer_from_the_rest() -> None:
 
 
 @pytest.mark.parametrize("kind", ["mlperf", "nnunet"])
-def test_the_floor_counts_the_convolutions(kind: Any) -> None:
+def test_lower_bound_counts_the_convolutions(kind: Any) -> None:
     setting = StepSettings(device="cpu")
     with torch.device("meta"):
         network = step_variants.plain_or_fused(kind, 1, 3, fused=False)
@@ -327,7 +327,7 @@ def test_the_floor_counts_the_convolutions(kind: Any) -> None:
     assert whole == pytest.approx(5.7e12, rel=0.02)
 
 
-def test_a_rate_is_of_the_best_try() -> None:
+def test_rate_comes_from_the_best_attempt() -> None:
     assert step_profile.measure_matrix_flops_per_s(CPU) > 1e8
     assert step_profile.measure_copy_bytes_per_s(CPU) > 1e7
 
@@ -340,11 +340,11 @@ def test_a_rate_is_of_the_best_try() -> None:
         (("pytest", "tests"), []),
     ],
 )
-def test_the_command_is_told_without_paths(started: tuple[str, ...], message: list[str]) -> None:
+def test_command_is_printed_without_paths(started: tuple[str, ...], message: list[str]) -> None:
     assert step_report._find_flags(list(started)) == message
 
 
-def test_a_loss_that_is_not_finite_is_told() -> None:
+def test_non_finite_loss_is_reported() -> None:
     setting = StepSettings(variant=("ours",), device="cpu", patch="64,32,32")
     profile = step.VariantTimes(
         "ours", first_losses=[1.0, float("inf")], last_loss=float("nan"), rounds_ms=[[1.0]], first_s=1.0

@@ -32,7 +32,7 @@ def _cut(source: tuple[Any, Any], start: tuple[int, int, int]) -> tuple[Any, Any
     return medical_loader_data.normalised(np.array(source[0][box])), np.array(source[1][box])
 
 
-def test_a_volume_is_made_alike_every_time(sources: list[tuple[Any, Any]], tmp_path: Path) -> None:
+def test_volume_is_the_same_every_time(sources: list[tuple[Any, Any]], tmp_path: Path) -> None:
     medical_loader_data.make_source(str(tmp_path), 1, SIDE, "", "")
     again = medical_loader_data.open_verified(str(tmp_path), 1)
     assert np.array_equal(again[0], sources[1][0])
@@ -42,12 +42,12 @@ def test_a_volume_is_made_alike_every_time(sources: list[tuple[Any, Any]], tmp_p
 
 
 @pytest.mark.parametrize("number", [0, 1])
-def test_a_patch_is_found_where_it_was_cut(sources: list[tuple[Any, Any]], number: int) -> None:
+def test_patch_location_is_where_it_was_cut(sources: list[tuple[Any, Any]], number: int) -> None:
     start = (5, 11, 17)
     assert medical_loader_data.locate(sources, *_cut(sources[number], start)) == (number, start)
 
 
-def test_a_patch_may_reach_beyond_the_far_faces(sources: list[tuple[Any, Any]]) -> None:
+def test_patch_may_reach_beyond_the_far_faces(sources: list[tuple[Any, Any]]) -> None:
     start = (SIDE - PATCH + 4, 3, 3)
     image, label = _cut(sources[0], start)
     beyond = [(0, PATCH - n) for n in image.shape]
@@ -106,7 +106,7 @@ def _result() -> dict[str, Any]:
     }
 
 
-def test_the_section_says_who_is_faster_and_who_failed() -> None:
+def test_section_names_faster_and_failed_peers() -> None:
     text = medical_loader_report.peers_section(_result())
     lines = {line.split(" | ")[0].strip("|* "): line for line in text.splitlines() if line.startswith("| ")}
     assert "QUICK RUN" in text
@@ -118,7 +118,7 @@ def test_the_section_says_who_is_faster_and_who_failed() -> None:
     assert len(columns) == 2  # the bucket's table has more columns than the disk's, whose heading is the last
 
 
-def test_the_figure_is_drawn_without_the_failed(tmp_path: Path) -> None:
+def test_plot_leaves_out_failed_variants(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     medical_loader_report.draw_peers(_result(), tmp_path / "peers.png")
     assert (tmp_path / "peers.png").stat().st_size > 10_000
@@ -141,7 +141,7 @@ if __name__ == "__main__":  # the writers are processes that import this
 
 
 @pytest.mark.cluster
-def test_a_small_comparison_from_volumes_to_figures(tmp_path: Path) -> None:
+def test_small_comparison_from_volumes_to_figures(tmp_path: Path) -> None:
     for module in ("envoy", "psutil"):
         pytest.importorskip(module)
     (tmp_path / "small.py").write_text(_SMALL)

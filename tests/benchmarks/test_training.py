@@ -34,7 +34,7 @@ RUNS = [
 ]
 
 
-def test_the_pace_of_a_short_run_gives_the_epochs_that_fit() -> None:
+def test_epochs_that_fit_follow_from_the_pace_of_a_short_run() -> None:
     lines = [Line(at, f"epoch {n} of 4: loss 1") for n, at in enumerate((12.0, 14.0, 16.0, 19.0), 1)]
     pace = Pace.of(Watched(20.0, [Line(11.0, "a warning"), *lines]), validate_s=1.0)
     assert pace == Pace(start_s=10.0, epoch_s=2.0, validation_s=1.0, end_s=1.0)
@@ -78,7 +78,7 @@ def test_spans_that_overlap_count_once() -> None:
     assert covered([]) == 0.0
 
 
-def test_a_command_that_fails_says_so_without_paths(tmp_path: Path) -> None:
+def test_command_that_fails_says_so_without_paths(tmp_path: Path) -> None:
     script = tmp_path / "fails.py"
     script.write_text(f"print('reading'); raise SystemExit('gone: {tmp_path}/data')")
     with pytest.raises(training_processes.FailedError) as failed:
@@ -94,7 +94,7 @@ def test_without_nvidia_smi_nothing_is_sampled(monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.parametrize("failed", [False, True])
-def test_a_page_and_figures_of_runs(tmp_path: Path, failed: bool) -> None:
+def test_page_and_figures_of_runs(tmp_path: Path, failed: bool) -> None:
     hardware = {"cpu": "a", "cores": 2, "memory_gib": 1.0}
     settings = {"steps": 100, "window": 25, "plain": "x=y", "curve_cases": 2, "epoch_steps": 5, "quick": False}
     settings |= {"volumes": 2, "side": 64, "real_ct": False, "profile_steps": 3, "mirror": True, "fields": ["a=b"]}

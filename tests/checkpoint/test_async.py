@@ -34,7 +34,7 @@ def test_changes_after_save_returns_are_not_saved(gcs: Bucket) -> None:
         assert all(bool((t == step).all()) for t in loaded.values())
 
 
-def test_the_future_the_next_save_and_the_end_raise_a_failure(gcs: Bucket) -> None:
+def test_future_the_next_save_and_the_end_raise_a_failure(gcs: Bucket) -> None:
     saver = AsyncSaver(gcs.config)
     future = saver.save({"w": torch.zeros(10)}, "gs://no-such-bucket/x")
     with pytest.raises(errors.BucketNotFoundError, match="no-such-bucket"):
@@ -47,7 +47,7 @@ def test_the_future_the_next_save_and_the_end_raise_a_failure(gcs: Bucket) -> No
     assert [c.name for c in list_checkpoints(gcs.uri, gcs.config)] == ["x"]
 
 
-def test_a_save_waits_for_the_previous_one_or_raises(gcs: Bucket, emulator: Emulator) -> None:
+def test_save_waits_for_the_previous_one_or_raises(gcs: Bucket, emulator: Emulator) -> None:
     emulator.set_faults(Faults(latency_s=0.3))
     state = {"w": torch.zeros(1000)}
     with AsyncSaver(gcs.config) as saver:
@@ -73,7 +73,7 @@ def test_save_returns_before_the_upload_ends(gcs: Bucket, emulator: Emulator) ->
         future.result()
 
 
-def test_a_failing_rank_fails_the_save_on_every_rank(gcs: Bucket, ranks: RankPool) -> None:
+def test_failing_rank_fails_the_save_on_every_rank(gcs: Bucket, ranks: RankPool) -> None:
     for message in ranks.run(_save_with_a_failing_rank, 2, gcs.uri, gcs.config):
         assert "rank 1 has no disk" in message
     assert list_checkpoints(gcs.uri, gcs.config) == []

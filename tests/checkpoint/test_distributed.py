@@ -167,7 +167,7 @@ def _load_one(rank: int, uri: str, config: Any) -> tuple[float, int]:
     return state["w"].double().sum().item(), checkpoint.store.counters.read().bytes_read
 
 
-def test_a_rank_that_cannot_read_fails_all_of_them(gcs: Bucket, ranks: RankPool) -> None:
+def test_rank_that_cannot_read_fails_all_of_them(gcs: Bucket, ranks: RankPool) -> None:
     ranks.run(_save_replicated, 1, f"{gcs.uri}/broken", gcs.config)
     key = next(k for k in _keys(gcs, "broken/") if k.endswith("_0.distcp") or "__0_0" in k)
     body = bytearray(gcs.store.get(key))
@@ -240,7 +240,7 @@ class _Failing(dcp.DefaultSavePlanner):
         return super().resolve_data(write_item)
 
 
-def test_a_failed_save_publishes_nothing_and_keeps_the_previous_checkpoint(bucket: Bucket) -> None:
+def test_failed_save_publishes_nothing_and_keeps_the_previous_checkpoint(bucket: Bucket) -> None:
     uri = f"{bucket.uri}/last"
     save_sharded(_state(), uri, bucket.config)
     before = sorted(_keys(bucket, bucket.key("last/")))

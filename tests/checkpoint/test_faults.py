@@ -122,7 +122,7 @@ def _fails_and_keeps_the_previous_checkpoint(
 
 
 @pytest.mark.parametrize(("status", "expected"), [(403, errors.PermissionDeniedError), (500, errors.UnavailableError)])
-def test_a_part_that_fails_permanently(
+def test_part_that_fails_permanently(
     kind: Kind, faulty: Bucket, emulator: Emulator, status: int, expected: type[errors.VoxlaneError]
 ) -> None:
     faults = Faults(error_rate=1.0, error_statuses=(status,), kinds=("part",))
@@ -130,7 +130,7 @@ def test_a_part_that_fails_permanently(
 
 
 @pytest.mark.parametrize("is_sharded", [False, True])
-def test_a_part_that_fails_while_torch_still_writes(faulty: Bucket, emulator: Emulator, is_sharded: bool) -> None:
+def test_part_that_fails_while_torch_still_writes(faulty: Bucket, emulator: Emulator, is_sharded: bool) -> None:
     state = {"weights": torch.zeros(30_000_000)}  # more than the writer buffers
     emulator.set_faults(Faults(error_rate=1.0, error_statuses=(403,), kinds=("part",)))
     with pytest.raises(errors.PermissionDeniedError, match=f"{faulty.uri}/run/big"):
@@ -142,7 +142,7 @@ def test_a_part_that_fails_while_torch_still_writes(faulty: Bucket, emulator: Em
 
 
 @pytest.mark.parametrize(("status", "expected"), [(403, errors.PermissionDeniedError), (507, errors.StoreError)])
-def test_a_full_quota(
+def test_full_quota(
     kind: Kind, faulty: Bucket, emulator: Emulator, status: int, expected: type[errors.VoxlaneError]
 ) -> None:
     """Services then reject every write: GCS and S3 with 403, some S3-compatible servers with 507."""
@@ -151,13 +151,13 @@ def test_a_full_quota(
 
 
 @pytest.mark.parametrize("of", ["run/last.ckpt.sums", "run/last/.metadata"])
-def test_the_publishing_object_cannot_be_written(faulty: Bucket, emulator: Emulator, of: str) -> None:
+def test_publishing_object_cannot_be_written(faulty: Bucket, emulator: Emulator, of: str) -> None:
     kind = Plain() if of.endswith(".sums") else Sharded()
     faults = Faults(error_rate=1.0, error_statuses=(403,), kinds=("put",), key_prefix=of)
     _fails_and_keeps_the_previous_checkpoint(kind, faulty, emulator, faults, errors.PermissionDeniedError)
 
 
-def test_the_bucket_vanishes_during_a_save(kind: Kind, faulty: Bucket, emulator: Emulator) -> None:
+def test_bucket_vanishes_during_a_save(kind: Kind, faulty: Bucket, emulator: Emulator) -> None:
     emulator.set_faults(Faults(latency_s=0.2))
     timer = threading.Timer(0.3, emulator.wipe)
     timer.start()
@@ -168,7 +168,7 @@ def test_the_bucket_vanishes_during_a_save(kind: Kind, faulty: Bucket, emulator:
     assert time.monotonic() - start < 10
 
 
-def test_the_bucket_has_vanished_before_a_load(kind: Kind, faulty: Bucket, emulator: Emulator) -> None:
+def test_bucket_has_vanished_before_a_load(kind: Kind, faulty: Bucket, emulator: Emulator) -> None:
     kind.save(faulty, 1)
     emulator.wipe()
     with pytest.raises(errors.BucketNotFoundError, match="no such bucket"):
@@ -189,7 +189,7 @@ def _damage(emulator: Emulator, key: str, position: int) -> Callable[[], None]:
 
 
 @pytest.mark.parametrize("suffix", [".ckpt", ".sums", ".distcp", ".metadata"])
-def test_a_damaged_byte_is_detected_anywhere(gcs: Bucket, emulator: Emulator, suffix: str) -> None:
+def test_damaged_byte_is_detected_anywhere(gcs: Bucket, emulator: Emulator, suffix: str) -> None:
     kind = Plain() if suffix in (".ckpt", ".sums") else Sharded()
     kind.save(gcs, 1)
     missed = []

@@ -60,7 +60,7 @@ def test_listing_tells_complete_and_incomplete_checkpoints_apart(bucket: Bucket)
         latest(f"{bucket.uri}/run/step-12", bucket.config)
 
 
-def test_a_checkpoint_that_lost_a_file_is_not_complete(bucket: Bucket) -> None:
+def test_checkpoint_that_lost_a_file_is_not_complete(bucket: Bucket) -> None:
     _fill(bucket)
     gone = next(key for key in _keys(bucket, "run/step-11/") if key.endswith(".distcp"))
     bucket.store.delete(gone)
@@ -149,7 +149,7 @@ def test_lightnings_own_file_is_removed_with_the_folder(folder: Bucket) -> None:
     assert [c.name for c in list_checkpoints(path)] == ["a"]
 
 
-def test_a_copy_in_another_bucket_is_identical(gcs: Bucket, folder: Bucket) -> None:
+def test_copy_in_another_bucket_is_identical(gcs: Bucket, folder: Bucket) -> None:
     _fill(gcs)
     for name in ("step-11", "step-9.ckpt"):
         copied = copy_checkpoint(
@@ -166,7 +166,7 @@ def test_a_copy_in_another_bucket_is_identical(gcs: Bucket, folder: Bucket) -> N
         )
 
 
-def test_a_damaged_checkpoint_is_not_copied(gcs: Bucket) -> None:
+def test_damaged_checkpoint_is_not_copied(gcs: Bucket) -> None:
     _fill(gcs)
     _flip(gcs, "run/step-9.ckpt")
     with pytest.raises(errors.CorruptError, match=r"step-9\.ckpt"):
@@ -177,7 +177,7 @@ def test_a_damaged_checkpoint_is_not_copied(gcs: Bucket) -> None:
 # -- the command -------------------------------------------------------------------------------------------------------
 
 
-def test_the_command(gcs: Bucket, emulator: Emulator, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+def test_command_runs(gcs: Bucket, emulator: Emulator, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     monkeypatch.setenv("STORAGE_EMULATOR_HOST", emulator.url)
     _fill(gcs)
 

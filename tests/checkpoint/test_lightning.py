@@ -100,7 +100,7 @@ def test_fit_saves_the_best_and_the_last_and_resumes(gcs: Bucket, asynchronous: 
     assert torch.equal(whole.layer.weight, resumed.layer.weight)
 
 
-def test_a_callback_keeps_its_config_when_another_io_follows(gcs: Bucket) -> None:
+def test_callback_keeps_its_config_when_another_io_follows(gcs: Bucket) -> None:
     folder = f"{gcs.uri}/run"
     trainer = _trainer(BucketCheckpointIO(gcs.config), folder, max_epochs=1)
     unreachable = StoreConfig(endpoint="http://127.0.0.1:9", retry=RetryConfig(deadline_s=0))
@@ -123,7 +123,7 @@ def test_removal_waits_until_the_replacement_is_published(gcs: Bucket) -> None:
     assert [c.name for c in list_checkpoints(f"{gcs.uri}/run", gcs.config)] == ["b.ckpt"]
 
 
-def test_a_failed_async_save_raises_and_removes_nothing(gcs: Bucket) -> None:
+def test_failed_async_save_raises_and_removes_nothing(gcs: Bucket) -> None:
     io = AsyncBucketCheckpointIO(gcs.config)
     io.save_checkpoint({"n": 1}, f"{gcs.uri}/run/a.ckpt")
     io.save_checkpoint({"n": 2}, "gs://no-such-bucket/run/b.ckpt")
@@ -133,7 +133,7 @@ def test_a_failed_async_save_raises_and_removes_nothing(gcs: Bucket) -> None:
     assert latest(f"{gcs.uri}/run", gcs.config).name == "a.ckpt"
 
 
-def test_a_resumed_fit_sees_the_remaining_samples_and_no_other(gcs: Bucket, put: Any) -> None:
+def test_resumed_fit_sees_the_remaining_samples_and_no_other(gcs: Bucket, put: Any) -> None:
     put(gcs, {f"data/{i:03}": bytes([i]) for i in range(40)})
 
     def loader() -> DataLoader:

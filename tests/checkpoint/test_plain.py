@@ -40,7 +40,7 @@ def test_save_and_load(bucket: Bucket) -> None:
     assert torch.equal(loaded["weights"], state["weights"])
 
 
-def test_the_reader_behaves_like_a_file(gcs: Bucket) -> None:
+def test_reader_behaves_like_a_file(gcs: Bucket) -> None:
     body = random.Random(0).randbytes(300_000)
     gcs.store.put("k", body)
     reference = io.BytesIO(body)
@@ -70,7 +70,7 @@ def test_replacing_an_object_during_a_read_is_detected(gcs: Bucket) -> None:
             file.read(10)
 
 
-def test_a_missing_checkpoint_is_named(gcs: Bucket) -> None:
+def test_missing_checkpoint_is_named(gcs: Bucket) -> None:
     with pytest.raises(errors.NotFoundError, match=r"gs://bkt/run/none\.ckpt"):
         Checkpoint("gs://bkt/run", gcs.config).reader("none.ckpt")
 
@@ -97,7 +97,7 @@ def _flip(bucket: Bucket, name: str, at: int) -> None:
 
 
 @pytest.mark.parametrize("at", [0, 1_000_000, 5_000_000, -1])
-def test_a_changed_byte_is_detected_anywhere(bucket: Bucket, at: int) -> None:
+def test_changed_byte_is_detected_anywhere(bucket: Bucket, at: int) -> None:
     ckpt = Checkpoint(bucket.uri, bucket.config)
     state = {"w": torch.randn(1500, 1000)}
     ckpt.save(state, "a.ckpt")
@@ -116,7 +116,7 @@ def test_torch_load_of_a_damaged_file_raises_corrupt_error(gcs: Bucket) -> None:
             ckpt.load("a.ckpt", **options)
 
 
-def test_a_truncated_file_is_named(gcs: Bucket) -> None:
+def test_truncated_file_is_named(gcs: Bucket) -> None:
     ckpt = Checkpoint(gcs.uri, gcs.config)
     ckpt.save({"w": torch.randn(1000)}, "a.ckpt")
     gcs.store.put("a.ckpt", bytes(gcs.store.get("a.ckpt"))[:-100])
@@ -124,7 +124,7 @@ def test_a_truncated_file_is_named(gcs: Bucket) -> None:
         ckpt.load("a.ckpt")
 
 
-def test_a_kill_between_checksums_and_file_leaves_the_old_file_intact(bucket: Bucket) -> None:
+def test_kill_between_checksums_and_file_leaves_the_old_file_intact(bucket: Bucket) -> None:
     """A kill at the worst moment, when the new checksums are stored but the new file is not."""
     ckpt = Checkpoint(bucket.uri, bucket.config)
     store, key = bucket.store, bucket.key("last.ckpt")
@@ -152,7 +152,7 @@ def test_two_concurrent_saves_of_one_name_leave_one_complete_file(bucket: Bucket
         assert ckpt.load("last.ckpt")["n"] == turn
 
 
-def test_a_save_that_starts_during_another_keeps_its_checksums(gcs: Bucket, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_save_that_starts_during_another_keeps_its_checksums(gcs: Bucket, monkeypatch: pytest.MonkeyPatch) -> None:
     ckpt = Checkpoint(gcs.uri, gcs.config)
     read_etag = verified_reader._read_etag
     earlier = iter([{"n": 1}])
@@ -169,7 +169,7 @@ def test_a_save_that_starts_during_another_keeps_its_checksums(gcs: Bucket, monk
     assert ckpt.load("a.ckpt") == {"n": 2}
 
 
-def test_a_file_of_another_tool_survives_a_save_that_fails(bucket: Bucket) -> None:
+def test_file_of_another_tool_survives_a_save_that_fails(bucket: Bucket) -> None:
     buffer = io.BytesIO()
     torch.save({"old": 1}, buffer)
     bucket.store.put(bucket.key("a.ckpt"), buffer.getvalue())
@@ -225,7 +225,7 @@ def test_checksums_do_not_depend_on_the_sizes_of_writes(sizes: list[int]) -> Non
 # -- publishing --------------------------------------------------------------------------------------------------------
 
 
-def test_an_exception_keeps_the_previous_file(bucket: Bucket) -> None:
+def test_exception_keeps_the_previous_file(bucket: Bucket) -> None:
     ckpt = Checkpoint(bucket.uri, bucket.config)
     ckpt.save({"n": 1}, "a.ckpt")
     with pytest.raises(ZeroDivisionError), ckpt.writer("a.ckpt") as file:
@@ -234,7 +234,7 @@ def test_an_exception_keeps_the_previous_file(bucket: Bucket) -> None:
     assert ckpt.load("a.ckpt") == {"n": 1}
 
 
-def test_an_upload_that_fails_inside_torch_save_raises_its_own_error(gcs: Bucket) -> None:
+def test_upload_that_fails_inside_torch_save_raises_its_own_error(gcs: Bucket) -> None:
     big = {f"w{i}": torch.zeros(8 << 20) for i in range(4)}
     with pytest.raises(errors.BucketNotFoundError, match="gs://no-such-bucket"):
         Checkpoint("gs://no-such-bucket", gcs.config).save(big, "a.ckpt")
@@ -254,7 +254,7 @@ def test_nothing_is_fetched_twice(gcs: Bucket) -> None:
         assert read < 1.02 * ckpt.store.head(name).size + 64_000  # and the checksums
 
 
-def test_a_writer_that_is_dropped_publishes_nothing(gcs: Bucket, emulator: Emulator) -> None:
+def test_writer_that_is_dropped_publishes_nothing(gcs: Bucket, emulator: Emulator) -> None:
     writer = Checkpoint(gcs.uri, gcs.config).writer("a.ckpt")
     writer.write(bytes(20 << 20))
     del writer

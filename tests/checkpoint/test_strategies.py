@@ -129,7 +129,7 @@ def test_fsdp_starts_from_a_full_checkpoint(gcs: Bucket, ranks: RankPool) -> Non
     assert resumed[0][1] == pytest.approx(whole[0][1], rel=1e-5)
 
 
-def test_a_missing_checkpoint_raises_one_clear_error(gcs: Bucket, ranks: RankPool) -> None:
+def test_missing_checkpoint_raises_one_clear_error(gcs: Bucket, ranks: RankPool) -> None:
     for message in ranks.run(_fail_to_resume, 2, f"{gcs.uri}/none", gcs.config):
         assert "gs://bkt/none/epoch=0.ckpt: no complete checkpoint here" in message
 

@@ -109,12 +109,12 @@ def test_mistakes_are_one_line(emulator: Emulator, tmp_path: Path) -> None:
     assert "cannot write here" in fails("ls", "gs://bkt", "--save", "/proc/m.parquet", **environment)
 
 
-def test_a_missing_extra_is_named(tmp_path: Path) -> None:
+def test_missing_extra_is_named(tmp_path: Path) -> None:
     (tmp_path / "aiohttp.py").write_text("raise ImportError('not here', name='aiohttp')")
     assert "pip install 'voxlane[testing]'" in fails("emulator", "--port", "0", PYTHONPATH=str(tmp_path))
 
 
-def test_a_closed_pipe_is_not_an_error(gcs: Bucket, emulator: Emulator) -> None:
+def test_closed_pipe_is_not_an_error(gcs: Bucket, emulator: Emulator) -> None:
     emulator.fill("bkt", count=50_000, key="key-{:06d}", size_bytes=1)
     command = f"{Path(sys.executable).parent / 'voxlane'} ls gs://bkt | head -1"
     environment = {**os.environ, "STORAGE_EMULATOR_HOST": emulator.url}
@@ -122,13 +122,13 @@ def test_a_closed_pipe_is_not_an_error(gcs: Bucket, emulator: Emulator) -> None:
     assert (done.stdout, done.stderr) == ("gs://bkt/key-000000\n", "")
 
 
-def test_an_emulator_without_a_port_fails(emulator: Emulator) -> None:
+def test_emulator_without_a_port_fails(emulator: Emulator) -> None:
     port = emulator.url.rpartition(":")[2]
     assert "Choose another --port" in fails("emulator", "--port", port)
     assert "Choose another --port" in fails("emulator", "--port", "99999")
 
 
-def test_the_emulator_command_serves(tmp_path: Path) -> None:
+def test_emulator_command_serves(tmp_path: Path) -> None:
     command = [str(Path(sys.executable).parent / "voxlane"), "emulator", "--port", "0", "--bucket", "b"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
         assert server.stdout is not None

@@ -22,7 +22,7 @@ def test_other_configs_are_not_translated(capsys: pytest.CaptureFixture[str]) ->
     assert capsys.readouterr().err == ""
 
 
-def test_the_translation_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+def test_translation_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     fields, options = translate_distmis(dict(DISTMIS), "config.json")
     assert fields["batch_per_worker"] == 2
     assert options == {"workers": 2, "gpus_per_worker": 0.0}
@@ -50,7 +50,7 @@ def test_ranks_of_a_launcher_ignore_the_options(
     assert capsys.readouterr().err == "", "only rank 0 prints"
 
 
-def test_a_search_prints_its_distributions(capsys: pytest.CaptureFixture[str]) -> None:
+def test_search_prints_its_distributions(capsys: pytest.CaptureFixture[str]) -> None:
     fields, _ = translate_distmis({**DISTMIS, "num_samples": 3}, "config.json", searching=True)
     assert fields["tune"]["trials"] == 3
     printed = capsys.readouterr().err
@@ -58,7 +58,7 @@ def test_a_search_prints_its_distributions(capsys: pytest.CaptureFixture[str]) -
     assert "tune.search=random tune.trials=3" in printed
 
 
-def test_a_mistake_in_the_file_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_mistake_in_the_file_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "config.json"
     file.write_text(json.dumps({**DISTMIS, "lr": [0.1, 0.2]}), encoding="utf-8")
     assert main(["train", "data", "--run", str(tmp_path / "run"), "--config", str(file)]) == 1

@@ -87,11 +87,11 @@ def test_fields_become_flags() -> None:
 @pytest.mark.parametrize(
     ("words", "nodes"), [(["--nodes"], "all"), (["--nodes", "2"], "2"), (["--nodes", "-v"], "all")]
 )
-def test_a_flag_whose_value_may_be_left_out(words: list[str], nodes: str) -> None:
+def test_flag_with_an_optional_value(words: list[str], nodes: str) -> None:
     assert parse_words("a", *words).nodes == nodes
 
 
-def test_paths_are_known_by_their_type() -> None:
+def test_path_options_are_recognised_by_their_type() -> None:
     assert paths_of(parse_words("a", "--out", "b", "--match", "c")) == {"a", "b"}
 
 
@@ -133,7 +133,7 @@ class Wrap:
 
 
 @pytest.mark.parametrize("separator", [["--"], []])
-def test_the_words_of_another_command_are_not_parsed(separator: list[str]) -> None:
+def test_arguments_of_another_command_are_not_parsed(separator: list[str]) -> None:
     words = ["--nodes", "2", "--quick", *separator, "train", "--nodes", "4", "--", "-x"]
     assert CommandParser("wrap", Wrap).parse(words) == Wrap(
         nodes=2, quick=True, command=("train", "--nodes", "4", "--", "-x")
@@ -163,7 +163,7 @@ def test_help_is_grouped_and_fits_the_terminal(monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_the_table_and_the_commands_agree(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_table_matches_the_commands(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*name.split(), "--help"]) == 0
     text = capsys.readouterr().out
     assert text.startswith(f"Usage: voxlane {name} ")
@@ -205,7 +205,7 @@ def test_misspelt_commands_and_flags(words: list[str], message: str, capsys: pyt
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_a_missing_argument_is_named(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_missing_argument_is_named(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     required = ["COMMAND"]
     if not is_group(name):
         required = [option.names[0] for option in load_parser(name)._options if option.required]
@@ -248,7 +248,7 @@ def test_overrides_may_stand_anywhere() -> None:
     assert paths_of(command) == {"data", "a=b"}
 
 
-def test_a_misspelt_file_gets_a_suggestion(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_misspelt_file_gets_a_suggestion(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "config.yaml").write_text("epochs: 3\n")
     assert main(["train", "d", "--run", str(tmp_path / "r"), "--config", str(tmp_path / "confg.yaml")]) == 1
     assert f"Did you mean {tmp_path}/config.yaml?" in capsys.readouterr().err

@@ -266,7 +266,7 @@ def test_as_a_process(root: Path, scan: str, tmp_path: Path) -> None:
     assert "Warning" not in done.stderr
 
 
-def test_a_run_without_a_checkpoint(root: Path, scan: str, call: Any, tmp_path: Path) -> None:
+def test_run_without_a_checkpoint(root: Path, scan: str, call: Any, tmp_path: Path) -> None:
     run = Path(shutil.copytree(root / "cv/fold_0", tmp_path / "run"))
     shutil.rmtree(run / "checkpoints")
     for words in (("evaluate", run), ("predict", run, scan, "-o", tmp_path / "out")):
@@ -276,7 +276,7 @@ def test_a_run_without_a_checkpoint(root: Path, scan: str, call: Any, tmp_path: 
     assert Store(str(run)).exists(f"{str(run).lstrip('/')}/run.json")
 
 
-def test_a_config_in_a_bucket(tmp_path: Path) -> None:
+def test_config_in_a_bucket(tmp_path: Path) -> None:
     from voxlane.cli.config_options import read_config
 
     (tmp_path / "best.yaml").write_text("optimizer: {lr: 0.5}\n")

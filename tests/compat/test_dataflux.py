@@ -92,7 +92,7 @@ def test_retry_configs_are_followed(objects: dict[str, bytes]) -> None:
     assert len(dataset) == 20
 
 
-def test_a_misspelt_setting_raises_an_error_with_its_name() -> None:
+def test_misspelt_setting_raises_an_error_with_its_name() -> None:
     with pytest.raises(TypeError, match="prefx"):
         dataflux_mapstyle_dataset.Config(prefx="train/")  # type: ignore[call-arg]
 
@@ -104,7 +104,7 @@ class Token(Credentials):  # type: ignore[misc,no-untyped-call]
         self.token = "secret-token"
 
 
-def test_a_storage_clients_endpoint_and_credentials_survive_pickling(
+def test_storage_clients_endpoint_and_credentials_survive_pickling(
     emulator: Emulator, monkeypatch: pytest.MonkeyPatch, objects: dict[str, bytes]
 ) -> None:
     monkeypatch.delenv("STORAGE_EMULATOR_HOST")

@@ -81,7 +81,7 @@ def test_one_worker_needs_no_cluster() -> None:
     assert translate({"lr": 1e-3, "batch_size": 2, "num_workers": 1, "nodes": 1, "gpus": 1}).options == {}
 
 
-def test_a_search_in_pytorch(tmp_path: Path) -> None:
+def test_search_in_pytorch(tmp_path: Path) -> None:
     translation = translate(read(EXPERIMENTS_TORCH, tmp_path), searching=True)
     assert translation.fields["tune"] == {
         "scheduler": "none",
@@ -96,7 +96,7 @@ def test_a_search_in_pytorch(tmp_path: Path) -> None:
     assert several.options == {"address": "auto"}
 
 
-def test_a_search_in_tensorflow_is_the_grid_of_its_script(tmp_path: Path) -> None:
+def test_search_in_tensorflow_is_the_grid_of_its_script(tmp_path: Path) -> None:
     translation = translate(read(EXPERIMENTS_TF, tmp_path), searching=True)
     assert translation.fields["optimizer"]["lr"] == {"grid": [1e-4, 5e-4, 1e-3, 5e-3]}
     assert translation.fields["norm"] == {"grid": ["batch", "group"]}
@@ -144,7 +144,7 @@ def test_errors_name_the_key(values: dict[str, Any], message: str) -> None:
     assert str(error.value).startswith(message)
 
 
-def test_a_repeated_grid_is_an_error() -> None:
+def test_repeated_grid_is_an_error() -> None:
     with pytest.raises(ConfigError, match="num_samples: 3 repetitions of the same grid"):
         translate({"lr": [0.1, 0.2], "batch_size": 2, "num_samples": 3}, searching=True)
     with pytest.raises(ConfigError, match="lr: the list is empty"):

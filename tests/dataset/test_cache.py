@@ -27,7 +27,7 @@ STYLES = [MapDataset, IterableDataset]
 
 @pytest.mark.parametrize("style", STYLES)
 @pytest.mark.parametrize("workers", [0, 2])
-def test_the_second_epoch_makes_no_requests(
+def test_second_epoch_makes_no_requests(
     gcs: Bucket, put: Put, emulator: Emulator, tmp_path: Path, style: type[Any], workers: int
 ) -> None:
     objects = {f"o{i:02d}": bytes([i]) * 1000 * i for i in range(30)}
@@ -41,14 +41,14 @@ def test_the_second_epoch_makes_no_requests(
         assert bool(emulator.counters().get.requests) is expected_gets
 
 
-def test_a_new_version_is_a_new_entry(gcs: Bucket, put: Put, tmp_path: Path) -> None:
+def test_new_version_is_a_new_entry(gcs: Bucket, put: Put, tmp_path: Path) -> None:
     put(gcs, {"k": b"old"})
     assert list(MapDataset("gs://bkt/", config=gcs.config, cache=tmp_path)) == [b"old"]
     put(gcs, {"k": b"new"})
     assert list(MapDataset("gs://bkt/", config=gcs.config, cache=tmp_path)) == [b"new"]
 
 
-def test_the_limit_holds_and_the_least_recently_used_is_evicted(tmp_path: Path) -> None:
+def test_limit_holds_and_the_least_recently_used_is_evicted(tmp_path: Path) -> None:
     cache = DiskCache(tmp_path, max_bytes=10_000)
     for i in range(9):
         cache.put(f"gs://b/{i}", "v", bytes(1000))
@@ -92,7 +92,7 @@ def _fill_endlessly(folder: Path) -> None:
         cache.put(f"gs://b/{i % 100}", str(i), bytes([i % 256]) * 20_000)
 
 
-def test_a_killed_process_leaves_the_cache_intact(tmp_path: Path) -> None:
+def test_killed_process_leaves_the_cache_intact(tmp_path: Path) -> None:
     context = multiprocessing.get_context("fork")
     rng = random.Random(1)
     for _ in range(10):
@@ -112,7 +112,7 @@ def test_a_killed_process_leaves_the_cache_intact(tmp_path: Path) -> None:
     assert cache.get("gs://b/after", "v", 5) == b"works"
 
 
-def test_a_damaged_file_is_a_miss(tmp_path: Path) -> None:
+def test_damaged_file_is_a_miss(tmp_path: Path) -> None:
     cache = DiskCache(tmp_path, max_bytes=1 << 20)
     cache.put("gs://b/k", "v", bytes(100))
     Path(cache._path("gs://b/k", "v")).write_bytes(b"short")
@@ -122,7 +122,7 @@ def test_a_damaged_file_is_a_miss(tmp_path: Path) -> None:
     assert cache.get("gs://b/k", "v", 100) == bytes(100)
 
 
-def test_an_unusable_folder_is_an_error(gcs: Bucket, put: Put, tmp_path: Path) -> None:
+def test_unusable_folder_is_an_error(gcs: Bucket, put: Put, tmp_path: Path) -> None:
     put(gcs, {"k": b"v"})
     (tmp_path / "file").write_text("")
     with pytest.raises(errors.CacheError, match=r"file/cache: the cache folder cannot be used"):
@@ -139,7 +139,7 @@ def tiny_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", mounted], check=True)
 
 
-def test_a_full_disk_logs_one_warning_and_reading_continues(
+def test_full_disk_logs_one_warning_and_reading_continues(
     gcs: Bucket, put: Put, tiny_disk: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     objects = {f"o{i:02d}": bytes([i]) * 20_000 for i in range(20)}

@@ -36,7 +36,7 @@ def test_groups_keep_order_and_caps(sizes: list[int], cap: int) -> None:
             assert all(sizes[i] > 0 for i in group)
 
 
-def test_a_group_may_fill_the_cap_exactly() -> None:
+def test_group_may_fill_the_cap_exactly() -> None:
     assert plan_groups([4, 6, 1], 10) == [[0, 1], [2]]
     assert plan_groups([11, 10, 1], 10) == [[0], [1], [2]]
     assert plan_groups([0, 5, 0, 5], 10) == [[0], [1], [2], [3]]
@@ -45,7 +45,7 @@ def test_a_group_may_fill_the_cap_exactly() -> None:
 
 @pytest.mark.parametrize("style", STYLES)
 @pytest.mark.parametrize("workers", [0, 2])
-def test_the_same_samples_in_fewer_requests(
+def test_same_samples_in_fewer_requests(
     gcs: Bucket, put: Put, emulator: Emulator, style: type[Any], workers: int
 ) -> None:
     put(gcs, OBJECTS)
@@ -68,7 +68,7 @@ def test_composed_download_can_be_turned_off(gcs: Bucket, put: Put, emulator: Em
     assert emulator.counters().compose.requests == 0
 
 
-def test_an_object_changed_after_listing_is_named(gcs: Bucket, put: Put, emulator: Emulator) -> None:
+def test_object_changed_after_listing_is_named(gcs: Bucket, put: Put, emulator: Emulator) -> None:
     put(gcs, OBJECTS)
     dataset = MapDataset("gs://bkt/s/", config=gcs.config, compose="on")
     assert len(dataset) == 100
@@ -154,7 +154,7 @@ def test_clean_removes_leftovers_of_a_killed_run(
     assert len(emulator.keys("bkt")) == len(OBJECTS)
 
 
-def test_a_manifest_without_generations_raises(gcs: Bucket, put: Put) -> None:
+def test_manifest_without_generations_raises(gcs: Bucket, put: Put) -> None:
     put(gcs, OBJECTS)
     manifest: Manifest = list_objects("gs://bkt/s/", config=gcs.config)
     with pytest.raises(errors.ConfigError, match="needs each object's generation"):

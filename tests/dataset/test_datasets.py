@@ -108,7 +108,7 @@ def test_read_ahead_is_bounded_in_bytes(gcs: Bucket, put: Put, emulator: Emulato
     assert len(list(stream)) == 99
 
 
-def test_a_sample_larger_than_the_read_ahead_is_yielded(gcs: Bucket, put: Put) -> None:
+def test_sample_larger_than_the_read_ahead_is_yielded(gcs: Bucket, put: Put) -> None:
     put(gcs, {"a": bytes(1000), "b": bytes(2000), "c": bytes(10)})
     dataset = IterableDataset("gs://bkt/", config=gcs.config, read_ahead_bytes=100)
     assert [len(body) for body in dataset] == [1000, 2000, 10]
@@ -184,7 +184,7 @@ def test_names_are_matched_in_any_order_of_the_sources(names: list[str], chance:
 
 @pytest.mark.parametrize("style", STYLES)
 @pytest.mark.parametrize("workers", [0, 2])
-def test_a_decode_that_raises_names_the_object(gcs: Bucket, put: Put, style: type[Any], workers: int) -> None:
+def test_decode_that_raises_names_the_object(gcs: Bucket, put: Put, style: type[Any], workers: int) -> None:
     put(gcs, OBJECTS)
     dataset = style("gs://bkt/scans/", config=gcs.config, decode=fails_on_seven)
     loader = torch.utils.data.DataLoader(dataset, batch_size=4, num_workers=workers)
@@ -241,9 +241,7 @@ def test_bucket_failures_are_never_skipped(gcs: Bucket, put: Put, emulator: Emul
 
 
 @pytest.mark.parametrize("style", STYLES)
-def test_an_epoch_over_a_failing_server_is_complete(
-    gcs: Bucket, put: Put, emulator: Emulator, style: type[Any]
-) -> None:
+def test_epoch_over_a_failing_server_is_complete(gcs: Bucket, put: Put, emulator: Emulator, style: type[Any]) -> None:
     """More than 1% of requests fail, in all possible ways."""
     objects = {f"o{i:04d}": bytes([i % 256]) * 3000 for i in range(1500)}
     put(gcs, objects)
@@ -291,7 +289,7 @@ def test_leaving_an_epoch_early_does_not_hang(gcs: Bucket, put: Put) -> None:
     assert not [p for p in multiprocessing.active_children() if "DataLoader" in p.name]
 
 
-def test_the_loader_prefetches_the_next_batch(gcs: Bucket, put: Put, emulator: Emulator) -> None:
+def test_loader_prefetches_the_next_batch(gcs: Bucket, put: Put, emulator: Emulator) -> None:
     put(gcs, OBJECTS)
     dataset = MapDataset("gs://bkt/scans/", config=gcs.config, shuffle=True)
     loader = DataLoader(dataset, 4, collate_fn=list)
@@ -319,7 +317,7 @@ def test_prefetching_does_not_change_the_samples(gcs: Bucket, put: Put, workers:
     assert sorted(b for batch in loader for b in batch) == sorted(BODIES)
 
 
-def test_a_forked_worker_does_not_wait_for_its_parents_prefetch(gcs: Bucket, put: Put) -> None:
+def test_forked_worker_does_not_wait_for_its_parents_prefetch(gcs: Bucket, put: Put) -> None:
     put(gcs, OBJECTS)
     dataset = MapDataset("gs://bkt/scans/", config=gcs.config)
     next(iter(DataLoader(dataset, 20, collate_fn=list)))  # leaves the second batch in flight in the parent
@@ -339,7 +337,7 @@ def test_empty_objects_are_pinned_too(gcs: Bucket, put: Put, emulator: Emulator)
         _ = dataset[1]
 
 
-def test_a_batch_of_failures_raises_with_torchs_loader(gcs: Bucket, put: Put) -> None:
+def test_batch_of_failures_raises_with_torchs_loader(gcs: Bucket, put: Put) -> None:
     put(gcs, {"a": b"body 7body"})
     dataset = MapDataset("gs://bkt/", config=gcs.config, decode=fails_on_seven, on_error="skip")
     with pytest.raises(errors.DatasetError, match=r"every sample of a batch failed.*gs://bkt/a.*voxlane.DataLoader"):
@@ -350,7 +348,7 @@ def test_a_batch_of_failures_raises_with_torchs_loader(gcs: Bucket, put: Put) ->
         list(torch.utils.data.DataLoader(dataset))
 
 
-def test_a_manifest_without_matches_raises(folder: Bucket, put: Put) -> None:
+def test_manifest_without_matches_raises(folder: Bucket, put: Put) -> None:
     put(folder, OBJECTS)
     with pytest.raises(errors.EmptyError, match="no object matches"):
         len(MapDataset(list_objects(folder.uri), match="*.nothing"))
@@ -364,7 +362,7 @@ def test_wrong_types_are_named(folder: Bucket) -> None:
         MapDataset(None)
 
 
-def test_a_key_function_that_raises_names_the_key(folder: Bucket, put: Put) -> None:
+def test_key_function_that_raises_names_the_key(folder: Bucket, put: Put) -> None:
     put(folder, {"x/a": b"1", "y/a": b"1"})
     zipped = MapDataset.zip(
         key=lambda k: k.split(":")[1], x=MapDataset(f"{folder.uri}/x"), y=MapDataset(f"{folder.uri}/y")

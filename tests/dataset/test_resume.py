@@ -73,7 +73,7 @@ def test_elastic_resume(
 
 @pytest.mark.parametrize("style", STYLES)
 @pytest.mark.parametrize("workers", [0, 3])
-def test_the_order_is_the_same_for_any_number_of_workers(manifest: Manifest, style: type[Any], workers: int) -> None:
+def test_order_is_the_same_for_any_number_of_workers(manifest: Manifest, style: type[Any], workers: int) -> None:
     (alone,) = loaders(MapDataset, manifest, 1, 0, 4)
     (loader,) = loaders(style, manifest, 1, workers, 4)
     for _ in range(2):
@@ -127,7 +127,7 @@ def test_torchdata_stateful_dataloader(manifest: Manifest, style: type[Any], wor
     assert sorted(names + [name for batch in other for name in batch]) == NAMES
 
 
-def test_a_plain_loop_resumes(manifest: Manifest) -> None:
+def test_plain_loop_resumes(manifest: Manifest) -> None:
     dataset = IterableDataset(manifest, decode=decode, shuffle=True)
     names = list(itertools.islice(dataset, 33))
     other = IterableDataset(manifest, decode=decode)
@@ -136,7 +136,7 @@ def test_a_plain_loop_resumes(manifest: Manifest) -> None:
     assert sorted(names + list(other)) == NAMES
 
 
-def test_a_state_of_other_samples_raises(manifest: Manifest) -> None:
+def test_state_of_other_samples_raises(manifest: Manifest) -> None:
     state = MapDataset(manifest).state_dict()
     with pytest.raises(errors.StateError, match="a dataset of 101 samples"):
         MapDataset(manifest.take(range(50))).load_state_dict(state)
@@ -150,7 +150,7 @@ def test_uneven_tails(manifest: Manifest) -> None:
         assert [len(list(d)) for d in datasets] == [len(d) for d in datasets] == expected
 
 
-def test_the_loader_rejects_arguments_that_would_break_its_order(manifest: Manifest) -> None:
+def test_loader_rejects_arguments_that_would_break_its_order(manifest: Manifest) -> None:
     with pytest.raises(errors.ConfigError, match="does not accept shuffle"):
         DataLoader(MapDataset(manifest), 4, shuffle=True)
     with pytest.raises(errors.ConfigError, match="batch_size must be an integer of at least 1, got 0"):
@@ -200,7 +200,7 @@ def test_ranks_of_a_process_group_share_one_listing(
     assert [names for _, names in got].count(["BucketNotFoundError"]) == 2
 
 
-def test_a_state_saved_before_the_first_sample_loses_none(manifest: Manifest) -> None:
+def test_state_saved_before_the_first_sample_loses_none(manifest: Manifest) -> None:
     dataset = IterableDataset(manifest, decode=decode)
     list(itertools.islice(dataset, 10))
     state = dataset.state_dict()

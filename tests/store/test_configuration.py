@@ -85,7 +85,7 @@ def test_standard_variables_name_the_endpoint(emulator: Emulator, monkeypatch: p
     assert bytes(Store("s3://bkt").get("k")) == b"v"
 
 
-def test_the_endpoint_of_a_bucket(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_endpoint_of_a_bucket(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "none"))
     monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "none"))
     for name in ("STORAGE_EMULATOR_HOST", "AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "AZURE_STORAGE_ENDPOINT"):

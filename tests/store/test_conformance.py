@@ -180,14 +180,14 @@ def test_writer_publishes_nothing_after_an_exception_or_without_commit(bucket: B
     assert list_objects(bucket.uri, config=bucket.config, store=store).keys() == []
 
 
-def test_a_store_pickles_with_its_config(shared_bucket: Bucket) -> None:
+def test_store_pickles_with_its_config(shared_bucket: Bucket) -> None:
     shared_bucket.store.put(shared_bucket.key("k"), b"v")
     copy: Store = pickle.loads(pickle.dumps(shared_bucket.store))
     assert copy.config == shared_bucket.config
     assert bytes(copy.get(shared_bucket.key("k"))) == b"v"
 
 
-def test_a_memory_store_cannot_be_pickled(memory: Bucket) -> None:
+def test_memory_store_cannot_be_pickled(memory: Bucket) -> None:
     with pytest.raises(errors.ConfigError, match="cannot leave its process"):
         pickle.dumps(memory.store)
 

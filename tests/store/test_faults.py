@@ -38,7 +38,7 @@ def test_broken_bodies_are_fetched_again(gcs: Bucket, emulator: Emulator, fault:
     assert store.counters.read().bytes_read == 40 * len(body) - sum(range(20))
 
 
-def test_a_stalled_body_times_out_and_is_fetched_again(gcs: Bucket, emulator: Emulator) -> None:
+def test_stalled_body_times_out_and_is_fetched_again(gcs: Bucket, emulator: Emulator) -> None:
     store = gcs.with_config(read_timeout_s=0.3).store
     store.put("k", b"x" * 100_000)
     emulator.set_faults(Faults(stall_rate=0.5, stall_s=60.0, kinds=("get",), seed=1))
@@ -49,7 +49,7 @@ def test_a_stalled_body_times_out_and_is_fetched_again(gcs: Bucket, emulator: Em
     assert time.monotonic() - start < 55  # no read waited for a stall to end
 
 
-def test_the_error_after_the_deadline_names_the_failure(gcs: Bucket, emulator: Emulator) -> None:
+def test_error_after_the_deadline_names_the_failure(gcs: Bucket, emulator: Emulator) -> None:
     store = gcs.with_config(retry=RetryConfig(deadline_s=0.2, initial_delay_s=0.05)).store
     store.put("k", b"x")
     emulator.set_faults(Faults(error_rate=1.0, error_statuses=(503,)))
@@ -65,7 +65,7 @@ def test_retries_can_be_turned_off(gcs: Bucket, emulator: Emulator) -> None:
     assert store.counters.read().requests == 1
 
 
-def test_a_listing_survives_failures(gcs: Bucket, emulator: Emulator) -> None:
+def test_listing_survives_failures(gcs: Bucket, emulator: Emulator) -> None:
     emulator.fill("bkt", count=20_000, key="img-{:06d}", size_bytes=1)
     emulator.set_faults(Faults(error_rate=0.2, cut_rate=0.1, kinds=("list",), seed=5))
     store = gcs.store
@@ -74,7 +74,7 @@ def test_a_listing_survives_failures(gcs: Bucket, emulator: Emulator) -> None:
     assert store.counters.read().retries > 0
 
 
-def test_a_multipart_upload_survives_failures(gcs: Bucket, emulator: Emulator) -> None:
+def test_multipart_upload_survives_failures(gcs: Bucket, emulator: Emulator) -> None:
     store = gcs.with_config(part_bytes=5 << 20).store
     body = bytes(range(256)) * (12 << 12)
     emulator.set_faults(Faults(error_rate=0.3, kinds=("part",), seed=2))
@@ -86,7 +86,7 @@ def test_a_multipart_upload_survives_failures(gcs: Bucket, emulator: Emulator) -
 
 
 @pytest.mark.parametrize("dialect", ["gcs", "s3_emulator"])
-def test_an_aborted_upload_leaves_nothing_billable(
+def test_aborted_upload_leaves_nothing_billable(
     dialect: str, request: pytest.FixtureRequest, emulator: Emulator
 ) -> None:
     store = request.getfixturevalue(dialect).with_config(part_bytes=5 << 20).store
@@ -100,7 +100,7 @@ def test_an_aborted_upload_leaves_nothing_billable(
     assert emulator.uploads("bkt") == []
 
 
-def test_a_part_that_fails_permanently_fails_the_writer(gcs: Bucket, emulator: Emulator) -> None:
+def test_part_that_fails_permanently_fails_the_writer(gcs: Bucket, emulator: Emulator) -> None:
     store = gcs.with_config(part_bytes=5 << 20, retry=RetryConfig(deadline_s=0.3, initial_delay_s=0.05)).store
     emulator.set_faults(Faults(error_rate=1.0, kinds=("part",)))
     with pytest.raises(errors.UnavailableError, match="gs://bkt/big"), store.open_writer("big") as writer:
@@ -173,7 +173,7 @@ def test_no_credentials(monkeypatch: pytest.MonkeyPatch, tmp_path: object) -> No
         Store("az://c").get("k")
 
 
-def test_an_unreachable_server() -> None:
+def test_unreachable_server() -> None:
     config = StoreConfig(endpoint="http://127.0.0.1:9", retry=RetryConfig(deadline_s=0.1))
     with pytest.raises(errors.UnavailableError, match="connection refused"):
         Store("gs://b", config).get("k")

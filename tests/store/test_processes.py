@@ -42,7 +42,7 @@ def test_children_of_every_kind(shared_bucket: Bucket, method: str) -> None:
     assert bytes(store.get(key)) == b"body"
 
 
-def test_a_fork_of_a_fork(s3: Bucket) -> None:
+def test_fork_of_a_fork(s3: Bucket) -> None:
     store = s3.store
     store.put("k", b"body")
     context = multiprocessing.get_context("fork")
@@ -54,7 +54,7 @@ def test_a_fork_of_a_fork(s3: Bucket) -> None:
     assert child.exitcode == 0
 
 
-def test_a_fork_while_threads_are_reading(s3: Bucket) -> None:
+def test_fork_while_threads_are_reading(s3: Bucket) -> None:
     store = s3.store
     store.put("k", bytes(1 << 20))
     stop = threading.Event()

@@ -19,7 +19,7 @@ def _write_and_wait(uri: str, config: StoreConfig, key: str, ready: str) -> None
     time.sleep(300)
 
 
-def test_the_upload_of_a_killed_process_is_found_and_dropped(shared_bucket: Bucket, tmp_path: object) -> None:
+def test_upload_of_a_killed_process_is_found_and_removed(shared_bucket: Bucket, tmp_path: object) -> None:
     ready = f"{tmp_path}/ready"
     key = shared_bucket.key("run/big file.ckpt")
     process = multiprocessing.get_context("spawn").Process(

@@ -55,7 +55,7 @@ def test_errors_have_the_format_of_the_dialect(emulator: Emulator) -> None:
     assert response.json()["error"]["code"] == response.status_code == 503
 
 
-def test_an_injected_error_has_no_effect(emulator: Emulator) -> None:
+def test_injected_error_has_no_effect(emulator: Emulator) -> None:
     emulator.set_faults(Faults(fail_next=1, error_statuses=(500,)))
     assert requests.put(object_url(emulator), data=b"1", timeout=60).status_code == 500
     assert emulator.keys(BUCKET) == []
@@ -93,7 +93,7 @@ def test_cut_drops_the_connection_inside_the_body(emulator: Emulator) -> None:
     assert emulator.counters().injected == {"cut": 2}
 
 
-def test_a_cut_write_has_taken_effect(emulator: Emulator) -> None:
+def test_cut_write_has_taken_effect(emulator: Emulator) -> None:
     emulator.set_faults(Faults(cut_rate=1.0))
     with pytest.raises(requests.ConnectionError):
         requests.put(object_url(emulator), data=b"1", timeout=60)
@@ -159,7 +159,7 @@ def decide_all(faults: Faults, keys: list[str]) -> dict[str, list[Any]]:
 
 
 @given(st.integers(0, 2**32), st.lists(st.text(), min_size=1, unique=True))
-def test_the_order_of_arrival_does_not_matter(seed: int, keys: list[str]) -> None:
+def test_result_does_not_depend_on_arrival_order(seed: int, keys: list[str]) -> None:
     faults = Faults(seed=seed, error_rate=0.3, cut_rate=0.3, stall_rate=0.2, jitter_s=1.0)
     assert decide_all(faults, keys) == decide_all(faults, keys[::-1])
 

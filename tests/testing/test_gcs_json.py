@@ -75,7 +75,7 @@ def test_media_upload(emulator: Emulator) -> None:
     assert emulator.get(BUCKET, "k") == b"12"
 
 
-def test_an_upload_may_contain_boundary_markers(gcs: storage.Client, emulator: Emulator) -> None:
+def test_upload_may_contain_boundary_markers(gcs: storage.Client, emulator: Emulator) -> None:
     data = b"--==\r\n--x--\r\n\r\n" * 3
     gcs.bucket(BUCKET).blob("k").upload_from_string(data)
     assert emulator.get(BUCKET, "k") == data
@@ -182,7 +182,7 @@ def test_invalid_compositions_are_refused(gcs: storage.Client, emulator: Emulato
     bucket.blob("t").compose([*blobs[2:32], blobs[0], blobs[0]])
 
 
-def test_a_composite_etag_changes_with_the_generation(gcs: storage.Client, emulator: Emulator) -> None:
+def test_composite_etag_changes_with_the_generation(gcs: storage.Client, emulator: Emulator) -> None:
     emulator.put(BUCKET, "p", b"x")
     bucket = gcs.bucket(BUCKET)
     tags = set()
@@ -293,7 +293,7 @@ def test_error_documents(emulator: Emulator) -> None:
     assert (response.status_code, error["code"], error["errors"][0]["reason"]) == (404, 404, "notFound")
 
 
-def test_an_upload_that_differs_from_its_checksum_is_refused(gcs: storage.Client, emulator: Emulator) -> None:
+def test_upload_that_differs_from_its_checksum_is_refused(gcs: storage.Client, emulator: Emulator) -> None:
     blob = gcs.bucket(BUCKET).blob("k")
     blob.md5_hash = base64.b64encode(hashlib.md5(b"other").digest()).decode()
     with pytest.raises(exceptions.BadRequest):

@@ -54,7 +54,7 @@ def simulate_senders(link: Link, clock: Clock, sizes: list[int], piece: int, lat
 
 
 @given(st.integers(1, 64), st.integers(1, 400))
-def test_a_link_is_shared_equally(senders: int, megabytes_per_s: int) -> None:
+def test_link_is_shared_equally(senders: int, megabytes_per_s: int) -> None:
     clock = Clock()
     rate, size, piece = megabytes_per_s * 1e6, 4_000_000, 64 << 10
     ends = simulate_senders(Link(rate, clock), clock, [size] * senders, piece)
@@ -62,7 +62,7 @@ def test_a_link_is_shared_equally(senders: int, megabytes_per_s: int) -> None:
     assert max(ends) - min(ends) <= senders * piece / rate + 1e-6
 
 
-def test_a_short_response_does_not_wait_for_long_ones() -> None:
+def test_short_response_does_not_wait_for_long_ones() -> None:
     clock = Clock()
     piece = 64 << 10
     short, *long = simulate_senders(Link(1e6, clock), clock, [2 * piece, *[100 * piece] * 3], piece)
@@ -70,7 +70,7 @@ def test_a_short_response_does_not_wait_for_long_ones() -> None:
     assert min(long) > 290 * piece / 1e6
 
 
-def test_short_delays_are_made_up_for() -> None:
+def test_short_delays_are_compensated() -> None:
     clock = Clock()
     (end,) = simulate_senders(Link(100e6, clock), clock, [50_000_000], 64 << 10, late_s=0.0009)
     assert end == pytest.approx(0.5, rel=0.01)
@@ -94,7 +94,7 @@ def test_unused_quota_is_kept_for_one_second() -> None:
     assert [quota.try_acquire() for _ in range(12)] == [True] * 10 + [False] * 2
 
 
-def test_a_quota_below_one_request_per_second() -> None:
+def test_quota_below_one_request_per_second() -> None:
     clock = Clock()
     quota = Quota(0.25, clock)
     assert [quota.try_acquire(), quota.try_acquire()] == [True, False]
@@ -116,7 +116,7 @@ def test_responses_on_a_shared_link_are_complete(emulator: Emulator) -> None:
     assert emulator.counters().get.bytes_out == 3 * count * size
 
 
-def test_a_disconnected_client_frees_the_link(emulator: Emulator) -> None:
+def test_disconnected_client_frees_the_link(emulator: Emulator) -> None:
     emulator.fill(BUCKET, 1, key="long", size_bytes=1 << 40)
     emulator.put(BUCKET, "k", b"1")
     emulator.set_faults(Faults(total_bandwidth_bytes_per_s=10e6))
@@ -150,7 +150,7 @@ def test_requests_above_the_rate_are_refused_in_the_format_of_the_dialect(emulat
     assert emulator.counters().injected == {"throttle": 3}
 
 
-def test_a_refused_write_has_no_effect_and_other_kinds_are_not_limited(emulator: Emulator) -> None:
+def test_refused_write_has_no_effect_and_other_kinds_are_not_limited(emulator: Emulator) -> None:
     emulator.set_faults(Faults(requests_per_s=0.0001, kinds=("put",)))
     url = f"{emulator.url}/{BUCKET}/"
     assert [requests.put(url + key, data=b"1", timeout=60).status_code for key in "ab"] == [200, 503]
@@ -169,7 +169,7 @@ def test_obstore_copes_with_throttling(emulator: Emulator, make: Any) -> None:
     assert counters.injected.get("throttle", 0) == counters.get.requests - 40
 
 
-def test_the_current_faults_can_be_read(emulator: Emulator) -> None:
+def test_current_faults_can_be_read(emulator: Emulator) -> None:
     assert emulator.faults() == Faults()
     faults = Faults(latency_s=0.02, total_bandwidth_bytes_per_s=1e8, requests_per_s=500, kinds=("get",))
     emulator.set_faults(faults)

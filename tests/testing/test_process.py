@@ -38,7 +38,7 @@ def test_start_and_stop() -> None:
         emulator.create_bucket("again")
 
 
-def test_the_server_exits_with_its_parent() -> None:
+def test_server_exits_with_its_parent() -> None:
     program = (
         "import os\n"
         "from voxlane.testing import Emulator\n"
@@ -58,7 +58,7 @@ def test_the_server_exits_with_its_parent() -> None:
     assert ended
 
 
-def test_a_port_in_use_is_reported(emulator: Emulator) -> None:
+def test_port_in_use_is_reported(emulator: Emulator) -> None:
     port = int(emulator.url.rpartition(":")[2])
     with pytest.raises(EmulatorError, match="did not start"):
         Emulator(port=port).start()
@@ -115,7 +115,7 @@ def test_importing_needs_no_aiohttp() -> None:
     assert subprocess.run([sys.executable, "-c", program]).returncode == 0
 
 
-def test_a_missing_aiohttp_is_reported_with_the_install_command() -> None:
+def test_missing_aiohttp_is_reported_with_the_install_command() -> None:
     program = (
         "import importlib.util\n"
         "from voxlane.testing import Emulator, EmulatorError\n"

@@ -42,7 +42,7 @@ def test_ranges(s3: Any, emulator: Emulator, header: str, expected: bytes) -> No
 
 
 @pytest.mark.parametrize("header", ["bytes=10-", "bytes=10-12", "bytes=-0"])
-def test_a_range_past_the_end(s3: Any, emulator: Emulator, header: str) -> None:
+def test_range_past_the_end(s3: Any, emulator: Emulator, header: str) -> None:
     emulator.put(BUCKET, "k", b"0123456789")
     with pytest.raises(ClientError) as error:
         s3.get_object(Bucket=BUCKET, Key="k", Range=header)

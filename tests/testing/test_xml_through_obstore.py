@@ -60,14 +60,14 @@ def test_multipart_joins_parts_in_order(store: Store, emulator: Emulator) -> Non
     assert emulator.counters().part.bytes_in == len(data)
 
 
-def test_a_range_across_parts(store: Store) -> None:
+def test_range_across_parts(store: Store) -> None:
     data = os.urandom(2 * PART_BYTES)
     store.put("big", data, use_multipart=True, chunk_size=PART_BYTES)
     start, end = PART_BYTES - 3, PART_BYTES + 3
     assert bytes(store.get_range("big", start=start, end=end)) == data[start:end]
 
 
-def test_the_multipart_etag_depends_on_the_dialect(emulator: Emulator) -> None:
+def test_multipart_etag_depends_on_the_dialect(emulator: Emulator) -> None:
     data = bytes(PART_BYTES + 1)
     s3_tag = s3_store(emulator).put("s", data, use_multipart=True, chunk_size=PART_BYTES)["e_tag"]
     assert s3_tag is not None

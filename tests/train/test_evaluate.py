@@ -121,7 +121,7 @@ def test_prepared_space_needs_no_source(root: Path, runs: list[Run], tmp_path: P
         hidden.rename(root / "scans")
 
 
-def test_a_changed_label_is_reported(root: Path, runs: list[Run], tmp_path: Path) -> None:
+def test_changed_label_is_reported(root: Path, runs: list[Run], tmp_path: Path) -> None:
     case = TrainedRun.load(runs[0]).held_out_cases[0]
     file = root / "scans" / f"{case}-label.nii.gz"
     body = file.read_bytes()
@@ -173,12 +173,12 @@ def test_csv_has_empty_cells_for_missing_scores(runs: list[Run]) -> None:
     assert (row["case"], row["fold"], row["ball/dice"], row["core/volume_true_ml"]) == ("a,b", "1", "", "0")
 
 
-def test_the_same_fold_twice(runs: list[Run]) -> None:
+def test_same_fold_twice(runs: list[Run]) -> None:
     with pytest.raises(ConfigError, match=r"hold out the same cases, such as case_.*Give one run per fold"):
         evaluate([runs[0], runs[1], runs[0]], progress=False)
 
 
-def test_a_run_on_all_cases(copy: Path) -> None:
+def test_run_on_all_cases(copy: Path) -> None:
     def hold_out_none(facts: dict[str, Any]) -> None:
         facts["fold"] = None
         facts["cases"] = {"train": facts["cases"]["train"] + facts["cases"]["validation"], "validation": []}
@@ -194,7 +194,7 @@ def test_another_dataset(copy: Path) -> None:
         evaluate(find_runs(str(copy)), progress=False)
 
 
-def test_a_dataset_that_was_prepared_again(copy: Path, tmp_path: Path) -> None:
+def test_dataset_that_was_prepared_again(copy: Path, tmp_path: Path) -> None:
     listed = tiny_runs.write_cases(tmp_path / "scans", tiny_runs.case_ids(), seed=1)
     config = PrepareConfig(folds=2, workers=1)
     other = prepare(str(listed), str(tmp_path / "prepared"), config, progress=False).prepared
@@ -206,7 +206,7 @@ def test_a_dataset_that_was_prepared_again(copy: Path, tmp_path: Path) -> None:
         evaluate([Run(str(copy / "fold_0"))], progress=False)
 
 
-def test_a_patient_on_both_sides(root: Path, runs: list[Run]) -> None:
+def test_patient_on_both_sides(root: Path, runs: list[Run]) -> None:
     trained = [TrainedRun.load(run) for run in runs]
     prepared = Prepared.load(trained[0].data_uri)
     evaluation.check_folds(runs, trained, prepared)

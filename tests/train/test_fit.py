@@ -71,7 +71,7 @@ def straight(data: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return run
 
 
-def test_a_run_leaves_what_it_promises(data: str, straight: Path) -> None:
+def test_run_writes_all_documented_files(data: str, straight: Path) -> None:
     facts = json.loads((straight / "run.json").read_text())
     assert facts["command"] == ["voxlane", "train"]
     assert facts["data"]["uri"] == f"file://{data}"
@@ -104,12 +104,12 @@ def test_tensorboard_has_scalars_and_rows_of_pictures(straight: Path) -> None:
     assert tags["images"][0].startswith("validation/case_")
 
 
-def test_the_same_seed_trains_the_same_network(data: str, straight: Path, tmp_path: Path) -> None:
+def test_same_seed_trains_the_same_network(data: str, straight: Path, tmp_path: Path) -> None:
     fit(data, tmp_path / "again")
     assert same(weights(straight), weights(tmp_path / "again"))
 
 
-def test_a_run_that_goes_on_is_the_run_without_a_pause(data: str, straight: Path, tmp_path: Path) -> None:
+def test_continued_run_equals_an_uninterrupted_run(data: str, straight: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     fit(data, run, epochs=3, max_minutes=1e-6)  # stops after its first epoch, as the schedule of three goes
     assert [entry["epoch"] for entry in json.loads((run / "history.json").read_text())] == [0]
@@ -122,7 +122,7 @@ def test_a_run_that_goes_on_is_the_run_without_a_pause(data: str, straight: Path
     assert history[1][1]["seconds"] > history[1][0]["seconds"]
 
 
-def test_a_killed_run_goes_on_exactly(data: str, straight: Path, tmp_path: Path) -> None:
+def test_killed_run_continues_exactly(data: str, straight: Path, tmp_path: Path) -> None:
     """Killed in the middle of an epoch, it repeats that epoch from the last checkpoint."""
     run = tmp_path / "run"
     config_values = {**TINY, "fold": fold_with_cases(Prepared.load(data))}
@@ -180,7 +180,7 @@ def test_early_stop_and_all_cases(data: str, tmp_path: Path) -> None:
     assert {p.name for p in (tmp_path / "all" / "checkpoints").glob("*.ckpt")} == {"last.ckpt"}
 
 
-def test_a_run_in_a_bucket(bucket: Bucket, data: str) -> None:
+def test_run_in_a_bucket(bucket: Bucket, data: str) -> None:
     uri = f"{bucket.uri}/runs/first"
     config_values = {
         **TINY,
@@ -242,7 +242,7 @@ def test_loader_processes_see_the_same_patches(data: str, straight: Path, tmp_pa
     ],
 )
 @pytest.mark.skipif(torch.cuda.is_available(), reason="about machines without a GPU")
-def test_what_cannot_be_trained_is_refused_before_anything_is_written(
+def test_config_that_cannot_be_trained_is_rejected_before_anything_is_written(
     data: str, tmp_path: Path, changes: dict[str, Any], error: type[Exception], words: str
 ) -> None:
     with pytest.raises(error, match=words):
@@ -250,7 +250,7 @@ def test_what_cannot_be_trained_is_refused_before_anything_is_written(
     assert not (tmp_path / "run").exists()
 
 
-def test_a_run_is_never_written_over(data: str, straight: Path, tmp_path: Path) -> None:
+def test_run_is_never_overwritten(data: str, straight: Path, tmp_path: Path) -> None:
     with pytest.raises(RunError, match=r"a run already exists here.*--resume"):
         fit(data, straight)
     with pytest.raises(RunError, match="no run exists here"):
@@ -273,20 +273,20 @@ def test_another_dataset_is_refused(data: str, straight: Path, tmp_path: Path) -
         train(str(tmp_path / "other"), str(straight), {}, resume=True, progress=False)
 
 
-def test_a_patch_larger_than_every_volume_is_padded(data: str, tmp_path: Path) -> None:
+def test_patch_larger_than_every_volume_is_padded(data: str, tmp_path: Path) -> None:
     report = fit(data, tmp_path / "run", epochs=1, patch=[32, 64, 64], validation={"every_epochs": 1})
     assert report["patches"] == 6
     assert json.loads((tmp_path / "run" / "history.json").read_text())[0]["mean_dice"] is not None
 
 
-def test_a_finished_run_says_so_and_keeps_its_report(data: str, straight: Path) -> None:
+def test_finished_run_says_so_and_keeps_its_report(data: str, straight: Path) -> None:
     before = (straight / "stall.json").read_bytes()
     with pytest.raises(RunError, match=r"the run has finished its 3 epochs. Give a larger number with epochs=N"):
         fit(data, straight, resume=True)
     assert (straight / "stall.json").read_bytes() == before
 
 
-def test_the_stall_report_is_of_all_parts(data: str, tmp_path: Path) -> None:
+def test_stall_report_covers_all_parts(data: str, tmp_path: Path) -> None:
     fit(data, tmp_path / "run", epochs=3, max_minutes=1e-6)
     report = fit(data, tmp_path / "run", resume=True, max_minutes=None)
     assert report["steps"] == 9
@@ -303,7 +303,7 @@ def test_fewer_held_out_cases_than_ranks(data: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("number", "code", "words"), [(signal.SIGINT, 130, "interrupted"), (signal.SIGTERM, 143, "SIGTERM")]
 )
-def test_told_to_stop_it_says_how_to_go_on(
+def test_stop_request_prints_how_to_continue(
     data: str, tmp_path: Path, number: signal.Signals, code: int, words: str
 ) -> None:
     config = tmp_path / "config.json"
@@ -323,7 +323,7 @@ def test_told_to_stop_it_says_how_to_go_on(
 
 
 @pytest.mark.parametrize("end", [{"epochs": 3}, {"epochs": 9, "max_minutes": 1e-6}])
-def test_the_end_is_saved_whatever_the_rhythm(data: str, tmp_path: Path, end: dict[str, Any]) -> None:
+def test_last_step_is_saved_for_any_interval(data: str, tmp_path: Path, end: dict[str, Any]) -> None:
     fit(data, tmp_path / "run", checkpoint_every_epochs=2, validation={"every_epochs": 9}, **end)
     history = json.loads((tmp_path / "run" / "history.json").read_text())
     saved = torch.load(tmp_path / "run/checkpoints/last.ckpt", weights_only=True)

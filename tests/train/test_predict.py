@@ -255,7 +255,7 @@ def test_channels_by_commas_and_in_one_file(tmp_path: Path) -> None:
             predict(two, job(scan, tmp_path / "out"), progress=False)
 
 
-def test_a_file_stored_along_other_axes_is_the_same_channel(tmp_path: Path) -> None:
+def test_file_stored_along_other_axes_is_the_same_channel(tmp_path: Path) -> None:
     first, second = grid("RAS"), grid("SPL")
     files = [save(tmp_path / f"{i}.nii.gz", phantom(*g)[0], g[1]) for i, g in enumerate((first, second))]
     image = read_channels(files).image
@@ -291,7 +291,7 @@ def test_several_networks_are_averaged() -> None:
     assert torch.allclose(outputs[1].float(), torch.tensor(1.0), atol=1e-3)
 
 
-def test_mirroring_averages_what_one_side_sees() -> None:
+def test_mirroring_averages_over_flipped_inputs() -> None:
     image = np.ones((1, 16, 16, 16), np.int16)
     plain = predictor(OneSided()).predict(image, (2.0, 1.5, 1.0))
     assert (plain[..., :8] == 1).all()
@@ -389,7 +389,7 @@ print(done.volumes_ml["dim"], resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 """
 
 
-def test_a_large_scan_stays_within_the_stated_memory(tmp_path: Path) -> None:
+def test_large_scan_stays_within_the_stated_memory(tmp_path: Path) -> None:
     """400 x 512 x 512 voxels and three outputs, from file to mask, the interpreter and its libraries included."""
     repository = Path(__file__).parents[2]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(repository), *sys.path])}

@@ -40,7 +40,7 @@ def edit_facts(run: Path, edit: Callable[[dict[str, Any]], Any]) -> None:
 
 
 @pytest.mark.parametrize("kind", ["gcs", "s3_emulator", "folder"])
-def test_a_run_is_created_once(kind: str, request: pytest.FixtureRequest) -> None:
+def test_run_is_created_once(kind: str, request: pytest.FixtureRequest) -> None:
     bucket: Bucket = request.getfixturevalue(kind)
     run = Run(f"{bucket.uri}/runs/first/", bucket.config)
     run.create({"fold": 0})
@@ -61,7 +61,7 @@ def test_run_json_is_read_as_records(folds: Path) -> None:
     assert sorted(trained.held_out_cases + trained.training_cases) == tiny_runs.case_ids()
 
 
-def test_the_store_is_opened_once(tmp_path: Path) -> None:
+def test_store_is_opened_once(tmp_path: Path) -> None:
     run = Run(str(tmp_path))
     assert run.store is run.store
     assert pickle.loads(pickle.dumps(run)) == run
@@ -86,7 +86,7 @@ def test_find_runs(folds: Path, tmp_path: Path) -> None:
         (b'{"version": 7}', r"another version of voxlane \(format 7; this version reads format 1\)"),
     ],
 )
-def test_a_damaged_run_json(body: bytes, message: str, tmp_path: Path) -> None:
+def test_damaged_run_json(body: bytes, message: str, tmp_path: Path) -> None:
     (tmp_path / "run.json").write_bytes(body)
     with pytest.raises(RunError, match=message):
         TrainedRun.load(Run(str(tmp_path)))
@@ -105,7 +105,7 @@ def test_missing_and_unknown_fields(copy: Path) -> None:
         TrainedRun.load(run)
 
 
-def test_a_run_cannot_hold_out_what_it_trained_on(copy: Path) -> None:
+def test_run_cannot_hold_out_what_it_trained_on(copy: Path) -> None:
     edit_facts(copy / "fold_0", lambda facts: facts["cases"]["validation"].append(facts["cases"]["train"][0]))
     with pytest.raises(RunError, match="does not have the content"):
         TrainedRun.load(Run(str(copy / "fold_0")))
@@ -122,7 +122,7 @@ def test_which_weights_are_loaded(copy: Path) -> None:
 
 
 @pytest.mark.parametrize("state", [{"network.x": torch.zeros(1)}, {}])
-def test_a_checkpoint_of_another_network(state: dict[str, Any], copy: Path) -> None:
+def test_checkpoint_of_another_network(state: dict[str, Any], copy: Path) -> None:
     Checkpoint(str(copy / "fold_0/checkpoints")).save({"state_dict": state}, "last.ckpt")
     with pytest.raises(RunError, match=r"does not match the network in run.json"):
         Predictor.load([Run(str(copy / "fold_0"))])
@@ -131,7 +131,7 @@ def test_a_checkpoint_of_another_network(state: dict[str, Any], copy: Path) -> N
         Predictor.load([Run(str(copy / "fold_0"))])
 
 
-def test_only_alike_networks_are_combined(copy: Path) -> None:
+def test_only_equal_networks_are_combined(copy: Path) -> None:
     assert len(Predictor.load(find_runs(str(copy))).networks) == 2
     before = (copy / "fold_1" / "run.json").read_bytes()
 
@@ -155,7 +155,7 @@ def test_only_alike_networks_are_combined(copy: Path) -> None:
         (copy / "fold_1" / "run.json").write_bytes(before)
 
 
-def test_a_missing_gpu(folds: Path) -> None:
+def test_missing_gpu(folds: Path) -> None:
     if not torch.cuda.is_available():
         with pytest.raises(ConfigError, match="accelerator: torch finds no GPU"):
             Predictor.load(find_runs(str(folds)), PredictConfig(accelerator="gpu"))

@@ -43,7 +43,7 @@ def send_sigterm_at(step: int, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("step", [2, 8, 6])
-def test_a_stopped_run_resumes_exactly(
+def test_stopped_run_resumes_exactly(
     data: str, straight: Path, tmp_path: Path, step: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = tmp_path / "run"

@@ -88,7 +88,7 @@ def test_only_new_parts_of_event_files_are_copied(shared_bucket: Bucket, put: Pu
     }
 
 
-def test_a_replaced_file_is_removed_and_copied_again(gcs: Bucket, put: Put, open_mirror: Any) -> None:
+def test_replaced_file_is_removed_and_copied_again(gcs: Bucket, put: Put, open_mirror: Any) -> None:
     name = "run/tensorboard/events.out.tfevents.search"
     put(gcs, {name: b"first" * 100})
     mirror = open_mirror(gcs, "run")
@@ -139,7 +139,7 @@ def test_too_many_folders_are_rejected(
         open_mirror(gcs, "data").sync()
 
 
-def test_the_next_free_port_is_used(tmp_path: Path) -> None:
+def test_next_free_port_is_used(tmp_path: Path) -> None:
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         listener.listen()
@@ -149,7 +149,7 @@ def test_the_next_free_port_is_used(tmp_path: Path) -> None:
     assert url == f"http://127.0.0.1:{bound_port}/"
 
 
-def test_a_port_that_is_taken_while_tensorboard_starts_is_passed_over(
+def test_port_that_is_taken_while_tensorboard_starts_is_passed_over(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     start = program.TensorBoard.launch
@@ -209,7 +209,7 @@ def wait_until(condition: Callable[[], bool]) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM])
-def test_a_growing_run_is_served_until_a_signal_ends_it(gcs: Bucket, tmp_path: Path, number: int) -> None:
+def test_growing_run_is_served_until_a_signal_ends_it(gcs: Bucket, tmp_path: Path, number: int) -> None:
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         listener.listen()

@@ -74,7 +74,7 @@ def orders(run: Path) -> list[str]:
     return [entry["order"] for entry in history(run)]
 
 
-def test_the_history_accounts_for_every_patch(alone: Path) -> None:
+def test_history_accounts_for_every_patch(alone: Path) -> None:
     assert [entry["patches"] for entry in history(alone)] == [12, 12, 12]
     assert [entry["ranks"] for entry in history(alone)] == [1, 1, 1]
     for entry in history(alone):
@@ -106,7 +106,7 @@ def test_two_ranks_equal_one_with_dice_over_the_batch(data: str, tmp_path: Path)
 
 
 @pytest.mark.parametrize("at_once", [1, 3])
-def test_a_batch_in_parts_trains_the_same_network(data: str, alone: Path, tmp_path: Path, at_once: int) -> None:
+def test_batch_in_parts_trains_the_same_network(data: str, alone: Path, tmp_path: Path, at_once: int) -> None:
     train(data, str(tmp_path / "run"), make_config(data, device_batch=at_once), progress=False)
     assert max_difference(alone, tmp_path / "run") < 1e-5
     assert [e["loss"] for e in history(tmp_path / "run")] == pytest.approx([e["loss"] for e in history(alone)])
@@ -114,12 +114,12 @@ def test_a_batch_in_parts_trains_the_same_network(data: str, alone: Path, tmp_pa
 
 
 @pytest.mark.cluster
-def test_a_batch_in_parts_on_two_ranks(data: str, alone: Path, tmp_path: Path) -> None:
+def test_batch_in_parts_on_two_ranks(data: str, alone: Path, tmp_path: Path) -> None:
     train(data, str(tmp_path / "run"), make_config(data, devices=2, device_batch=1), progress=False)
     assert max_difference(alone, tmp_path / "run") < 1e-5
 
 
-def test_a_run_resumes_on_fewer_ranks_with_the_same_batch(data: str, alone: Path, tmp_path: Path) -> None:
+def test_run_resumes_on_fewer_ranks_with_the_same_batch(data: str, alone: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     train(data, str(run), make_config(data, devices=2, max_minutes=1e-6), progress=False)
     train(data, str(run), {"devices": 1, "max_minutes": None}, resume=True, progress=False)
@@ -172,7 +172,7 @@ def test_on_epoch_gets_every_epoch_and_may_stop_the_run(data: str, alone: Path, 
     assert max_difference(alone, tmp_path / "run") == 0
 
 
-def test_a_run_is_done_once_its_last_checkpoint_is_saved(data: str, alone: Path, tmp_path: Path) -> None:
+def test_run_is_done_once_its_last_checkpoint_is_saved(data: str, alone: Path, tmp_path: Path) -> None:
     """Killed after the last epoch's history and before its checkpoint, or after both and before done.json."""
     path = tmp_path / "run"
     run = Run(str(path))
@@ -194,7 +194,7 @@ def test_a_run_is_done_once_its_last_checkpoint_is_saved(data: str, alone: Path,
     assert run.is_done
 
 
-def test_a_run_that_stops_early_is_done(data: str, tmp_path: Path) -> None:
+def test_run_that_stops_early_is_done(data: str, tmp_path: Path) -> None:
     values = make_config(
         data, early_stop=1, epochs=9, validation={"every_epochs": 1}, optimizer={"name": "sgd", "lr": 1e-9}
     )
@@ -220,7 +220,7 @@ def test_parts_do_not_change_a_dice_over_the_batch(data: str, tmp_path: Path) ->
     assert max_difference(tmp_path / "one", tmp_path / "two") == 0
 
 
-def test_an_error_of_on_epoch_ends_the_run(data: str, tmp_path: Path) -> None:
+def test_error_of_on_epoch_ends_the_run(data: str, tmp_path: Path) -> None:
     run = str(tmp_path / "run")
     prepare_run(data, run, make_config(data))
 
@@ -260,7 +260,7 @@ def test_torchrun(data: str, alone: Path, tmp_path: Path) -> None:
     assert len(history(run)) == 3
 
 
-def test_an_error_under_torchrun_is_printed_once(data: str, tmp_path: Path) -> None:
+def test_error_under_torchrun_is_printed_once(data: str, tmp_path: Path) -> None:
     done = run_voxlane("train", data, "--run", str(tmp_path / "run"), "batch=3", launcher=TORCHRUN)
     assert done.returncode != 0
     assert done.stderr.count("3 patches do not divide evenly over 2 workers") == 1
@@ -288,14 +288,14 @@ PLAN = Plan(spacing=(1, 1, 1), normalisation=(), patch=(32, 32, 32), batch=2, ne
 
 
 @pytest.mark.parametrize(("rule", "batch", "rate"), [("none", 8, 0.01), ("linear", 8, 0.04), ("sqrt", 8, 0.02)])
-def test_the_learning_rate_follows_the_batch(rule: str, batch: int, rate: float) -> None:
+def test_learning_rate_follows_the_batch(rule: str, batch: int, rate: float) -> None:
     config = build_config({"batch": batch, "optimizer": {"lr": 0.01, "lr_scaling": rule}})
     assert resolve_learning_rate(config, PLAN) == pytest.approx(rate)
     for_this_batch = build_config({"batch": batch, "optimizer": {"lr": 0.01, "lr_scaling": rule, "lr_batch": batch}})
     assert resolve_learning_rate(for_this_batch, PLAN) == pytest.approx(0.01)
 
 
-def test_the_scaled_learning_rate_is_used(data: str, tmp_path: Path) -> None:
+def test_scaled_learning_rate_is_used(data: str, tmp_path: Path) -> None:
     plan_batch = Prepared.load(data).plan.batch
     optimizer = {"name": "sgd", "lr": 0.001, "lr_scaling": "linear", "schedule": "constant"}
     values = make_config(data, batch=2 * plan_batch, optimizer=optimizer, epochs=1, steps_per_epoch=1, fold=None)
@@ -319,7 +319,7 @@ def test_batch_per_worker_keeps_the_batch_on_fewer_workers(data: str, tmp_path: 
     assert [(e["ranks"], e["patches"]) for e in history(tmp_path / "run")] == [(2, 12), (1, 12), (1, 12)]
 
 
-def test_a_batch_that_does_not_divide() -> None:
+def test_batch_that_does_not_divide() -> None:
     assert split_batch(6, 3) == 2
     with pytest.raises(ConfigError, match=r"4 patches .* over 3 workers. Give batch=6, or 2 workers"):
         split_batch(4, 3)
@@ -366,7 +366,7 @@ def test_devices_and_workers_exclude_each_other(data: str, tmp_path: Path) -> No
     assert not Run(str(tmp_path / "run")).exists
 
 
-def test_an_older_run_without_newer_fields_still_trains(data: str, alone: Path, tmp_path: Path) -> None:
+def test_older_run_without_newer_fields_still_trains(data: str, alone: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     prepare_run(data, str(run), make_config(data))
     facts = json.loads((run / "run.json").read_text())

@@ -108,7 +108,7 @@ def test_lost_trial_restarts_as_long_as_it_makes_progress() -> None:
     assert recorded.ended[0].epochs == 4
 
 
-def test_no_trial_starts_if_all_failed_alike() -> None:
+def test_no_trial_starts_after_all_failed_for_one_reason() -> None:
     recorded = Recorded(9)
     for _ in range(3):
         recorded.ledger.finish(recorded.begin(), "failed", "the disk is full")

@@ -141,7 +141,7 @@ def test_too_large_network_is_infeasible(ray_2_cpus: None, data: str, tmp_path: 
 
 
 @pytest.mark.cluster
-def test_search_ends_if_all_trials_fail_alike(ray_2_cpus: None, data: str, tmp_path: Path) -> None:
+def test_search_ends_if_all_trials_fail_for_one_reason(ray_2_cpus: None, data: str, tmp_path: Path) -> None:
     values = space({"search": "random", "trials": 50, "max_concurrent": 1})
     with pytest.raises(TuneError, match=r"none of 3 trials has a Dice: OSError: .*No space left on device"):
         tune(values, data, str(tmp_path / "out"), progress=False, work=fake_work.fill_disk)

@@ -619,7 +619,7 @@ def die_while_sending(name: str) -> dict[str, Any]:
     return {"name": name}
 
 
-def test_a_worker_killed_while_it_sends_a_result_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_worker_killed_while_it_sends_a_result_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(preparing, "_CHECK_WORKERS_S", 0.2)
     tasks: Any = {name: name for name in ("victim", *map(str, range(20)))}
     with preparing._Workers(2, False) as workers, pytest.raises(PreparedError, match="a worker process was killed"):

@@ -29,7 +29,7 @@ def test_scenarios(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "whole-object" in capsys.readouterr().out
 
 
-def test_the_public_table_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_public_table_is_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     document = simulate(tmp_path, "--mode", "whole-object", "--nodes", "512", "--thin", "8", "--no-plot")
     assert [row["nodes"] for row in document["public"]["rows"]] == [512]  # type: ignore[index]
     message = capsys.readouterr().out
@@ -52,7 +52,7 @@ def test_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "30 days" in message
 
 
-def test_a_step_of_no_time(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_step_time_of_zero(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--nodes", "1", "--batch", "2", "--workers", "0", "--steps", "8", "--step-time", "0", "--mode", "patches"]
     document = simulate(tmp_path, *words, "--no-plot")
     assert document["rows"][0]["stall_share"] is None  # type: ignore[index]
@@ -87,7 +87,7 @@ def test_a_step_of_no_time(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
         (["--out", "none/scale.json"], "cannot write"),
     ],
 )
-def test_nonsense_is_told_in_a_sentence(
+def test_invalid_settings_are_reported_in_one_sentence(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], words: list[str], message: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -97,7 +97,7 @@ def test_nonsense_is_told_in_a_sentence(
     assert "Traceback" not in output
 
 
-def test_a_flag_changes_only_what_it_says(tmp_path: Path) -> None:
+def test_flag_changes_only_its_own_setting(tmp_path: Path) -> None:
     """The requests before a patch's chunks are counted once in the requests of a patch."""
     words = ["--mode", "patches", "--nodes", "1", "--batch", "2", "--workers", "0", "--steps", "8", "--no-plot"]
     plain = simulate(tmp_path, *words)["setting"]["patch"]  # type: ignore[index]
@@ -105,7 +105,7 @@ def test_a_flag_changes_only_what_it_says(tmp_path: Path) -> None:
     assert larger == pytest.approx({**plain, "bytes": 5e6})
 
 
-def test_as_fast_as_it_goes_on_any_number_of_cores(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_full_speed_on_any_number_of_cores(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--plan", "--mode", "patches", "--nodes", "1", "--batch", "2", "--step-time", "0", "--no-plot"]
     assert simulate(tmp_path, *words, "--cores", "inf")["rows"][0]["samples_per_s"] > 0  # type: ignore[index]
     nothing = ["--latency-ms", "0", "--latency-p99-ms", "0", "--patch-cpu-s", "0", "--patch-bytes", "0"]

@@ -30,7 +30,7 @@ def test_one_stream_takes_latency_and_bytes_and_processor_time() -> None:
     assert result.first_batch_s == pytest.approx(3.75)
 
 
-def test_work_beside_the_requests_costs_only_what_is_longer() -> None:
+def test_work_that_overlaps_requests_costs_only_its_excess() -> None:
     assert run(scenario(work=Work.of(Round(1, 10.0), receive_cpu_s=0.5))).seconds == pytest.approx(4 * 2.0)
     assert run(scenario(work=Work.of(Round(1, 10.0), receive_cpu_s=3.0))).seconds == pytest.approx(4 * 3.0)
 
@@ -47,7 +47,7 @@ def test_few_connections_take_turns() -> None:
     assert result.seconds == pytest.approx(2 * (1 + 1))
 
 
-def test_what_is_in_flight_by_the_time_it_takes_is_the_rate() -> None:
+def test_rate_follows_littles_law() -> None:
     """Little's law: a stream of n samples in flight that take 2 s each gives n / 2 a second, until the step binds."""
     for in_flight, rate in ((1, 0.5), (4, 2.0), (8, 4.0), (16, 5.0)):
         loader = Loader(batch=1, prefetch=0, in_flight=in_flight, ahead=True)
@@ -55,13 +55,13 @@ def test_what_is_in_flight_by_the_time_it_takes_is_the_rate() -> None:
         assert row["steady"]["samples_per_s"] == pytest.approx(rate, rel=0.02)
 
 
-def test_a_rank_without_prefetch_reads_while_it_steps_only_if_the_lane_reads_ahead() -> None:
+def test_rank_without_prefetch_reads_while_it_steps_only_if_the_lane_reads_ahead() -> None:
     for ahead, seconds in ((False, 4 * (2 + 2)), (True, 2 + 4 * 2)):
         result = run(scenario(loader=Loader(batch=1, prefetch=0, ahead=ahead), step_time_s=2.0))
         assert result.seconds == pytest.approx(seconds)
 
 
-def test_a_full_link_gives_its_bytes_a_second() -> None:
+def test_full_link_delivers_its_bandwidth() -> None:
     network = Network(stream_bytes_per_s=10.0, link_bytes_per_s=20.0)
     result = run(scenario(network=network, loader=Loader(batch=8, in_flight=8), pieces=80))
     assert result.seconds == pytest.approx(800 / 20)
@@ -81,7 +81,7 @@ def test_cores_are_shared() -> None:
     assert result.cpu_s == pytest.approx(40)
 
 
-def test_a_bucket_that_refuses_takes_its_rate_and_all_requests_arrive() -> None:
+def test_throttling_bucket_accepts_its_rate_and_all_requests_arrive() -> None:
     network = Network(bucket_requests_per_s=10.0)
     result = run(
         scenario(network=network, work=Work.of(Round(5, 50.0)), loader=Loader(batch=4, in_flight=4), pieces=40)
@@ -122,7 +122,7 @@ def test_uneven_shares_end() -> None:
     assert (result.requests, result.steps) == (19, 4)
 
 
-def test_a_seed_is_a_run() -> None:
+def test_same_seed_gives_the_same_run() -> None:
     some = scenario(network=Network(latency=Latency(median_s=1, p99_s=3), stream_bytes_per_s=10.0), pieces=30)
     assert run(some) == run(some)
     assert run(some).seconds != run(replace(some, seed=1)).seconds
@@ -135,7 +135,7 @@ def test_latency_has_the_median_and_the_percentile_that_were_asked_for() -> None
     assert drawn.mean() == pytest.approx(Latency(median_s=0.03, p99_s=0.15).mean_s(), rel=0.02)
 
 
-def test_a_cache_answers_by_the_share_of_the_data_that_it_holds() -> None:
+def test_cache_hit_rate_equals_its_share_of_the_data() -> None:
     some = scenario(cluster=Cluster(nodes=4, cache_bytes=500.0), pieces=400, dataset_bytes=4000.0, epochs=3)
     rows = simulate(some)
     # Each node reads a quarter of the data in the first epoch, of which its cache keeps half: an eighth of all.
@@ -259,6 +259,6 @@ def test_some_of_many_nodes_behave_as_all(p99_s: float) -> None:
         lambda: scenario(window_s=0),
     ],
 )
-def test_nonsense_is_told(wrong: Any) -> None:
+def test_invalid_settings_are_reported(wrong: Any) -> None:
     with pytest.raises(ConfigError):
         wrong()

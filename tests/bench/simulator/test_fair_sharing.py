@@ -30,13 +30,13 @@ def test_one_stream_runs_at_its_own_rate() -> None:
     assert run(FairSharing(1, stream_rate=10, node_rate=100), [(1.0, 0, 50, 1)]) == {0: pytest.approx(6.0)}
 
 
-def test_a_full_link_is_shared_equally() -> None:
+def test_full_link_is_shared_equally() -> None:
     ended = run(FairSharing(1, stream_rate=10, node_rate=20), [(0, 0, 10, 1), (0, 0, 10, 1), (0, 0, 30, 2)])
     # Four streams at 5 each until 2 s, then two at 10.
     assert ended == {0: pytest.approx(2.0), 1: pytest.approx(2.0), 2: pytest.approx(4.0)}
 
 
-def test_the_bucket_is_shared_over_streams_but_a_full_link_takes_less() -> None:
+def test_bucket_is_shared_over_streams_but_a_full_link_takes_less() -> None:
     sharing = FairSharing(2, stream_rate=math.inf, node_rate=6, total_rate=10)
     sharing.add(0, 100, "many", 3)
     sharing.add(1, 100, "one")
@@ -58,7 +58,7 @@ rates = st.one_of(st.floats(0.5, 50), st.just(math.inf))
 
 @settings(max_examples=100, deadline=None)
 @given(joins, st.floats(0.5, 20), rates, rates)
-def test_clocks_do_what_streams_do(
+def test_clocks_match_individual_streams(
     joins: list[tuple[float, int, float, int]], stream_rate: float, node_rate: float, total_rate: float
 ) -> None:
     rates = {"stream_rate": stream_rate, "node_rate": node_rate, "total_rate": total_rate}

@@ -59,7 +59,7 @@ def saved(folder: Path, document: Any) -> str:
     return str(path)
 
 
-def test_a_run_that_can_be_reckoned(tmp_path: Path) -> None:
+def test_hand_computed_run(tmp_path: Path) -> None:
     (compared,) = measured_runs.compare(saved(tmp_path, result()))
     assert compared["simulated_samples_per_s"] == pytest.approx(compared["measured_samples_per_s"], rel=0.03)
     assert compared["simulated_stall"] == pytest.approx(compared["measured_stall"], abs=0.03)
@@ -83,7 +83,7 @@ def patches(cache: str, requests: int, **setting: Any) -> dict[str, Any]:
     return document
 
 
-def test_a_first_visit_of_a_case_costs_more_rounds(tmp_path: Path) -> None:
+def test_first_visit_of_a_case_costs_more_rounds(tmp_path: Path) -> None:
     """Half of the samples are first visits of a case with a cold cache; none are with a warm cache."""
     cold = patches("cold", 20 * 5 + 10 * 2)
     for epoch in cold["epochs"]:
@@ -107,7 +107,7 @@ def test_without_a_cache_every_sample_is_its_cases_first() -> None:
         assert work.requests == pytest.approx(7.5)
 
 
-def test_the_benchmark_tells_how_large_each_object_is(tmp_path: Path) -> None:
+def test_benchmark_reports_the_size_of_each_object(tmp_path: Path) -> None:
     for folder, sizes in {"images": (400, 600), "labels": (100, 200)}.items():
         (tmp_path / folder).mkdir()
         for number, size in enumerate(sizes):
@@ -124,7 +124,7 @@ def test_nodes_that_one_machine_plays_share_its_cores() -> None:
     assert (cluster.nodes, cluster.ranks, cluster.cores) == (1, 4, 2)
 
 
-def test_the_epoch_that_starts_workers_is_left_out() -> None:
+def test_epoch_that_starts_workers_is_left_out() -> None:
     document = result()
     document["setting"]["workers"] = 2
     assert [e["epoch"] for e in measured_runs.compared_epochs(document, "whole-object", "none")] == [2]

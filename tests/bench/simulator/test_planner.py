@@ -29,7 +29,7 @@ def make_plan(scenario: Scenario) -> dict[str, Any]:
     return planner.make_plan(scenario, scenario.pieces, Prices())
 
 
-def test_a_loader_that_keeps_up() -> None:
+def test_loader_that_keeps_up() -> None:
     plan = make_plan(EASY)
     assert (plan["binds"], plan["cache_bytes"]) == ("step", 0.0)
     assert plan["samples_per_s"] == pytest.approx(80, rel=0.02)
@@ -46,7 +46,7 @@ def test_a_loader_that_keeps_up() -> None:
         ({"cluster": Cluster(nodes=4, ranks=2, cores=0.3)}, planner.CORES),
     ],
 )
-def test_what_is_too_little_by_half_binds_and_halves_the_rate(scarce: dict[str, object], binds: str) -> None:
+def test_halving_the_bottleneck_halves_the_rate(scarce: dict[str, object], binds: str) -> None:
     plan = make_plan(replace(EASY, **scarce))
     assert plan["binds"] == binds
     assert plan["samples_per_s"] == pytest.approx(40, rel=0.1)

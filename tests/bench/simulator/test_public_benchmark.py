@@ -21,7 +21,7 @@ def setting() -> SimulatorSettings:
 
 
 @pytest.mark.parametrize("row", public_benchmark.TABLE, ids=lambda row: str(row.nodes))
-def test_the_table_within_15_percent(setting: SimulatorSettings, row: public_benchmark.PublicRow) -> None:
+def test_table_within_15_percent(setting: SimulatorSettings, row: public_benchmark.PublicRow) -> None:
     """Of both epochs, but for the second one of 128 nodes, which lies far below the first; there a chart's minutes may
     have begun badly."""
     row_of_epoch = simulate_point(setting, "whole-object", row.nodes)[0]
@@ -33,7 +33,7 @@ def test_the_table_within_15_percent(setting: SimulatorSettings, row: public_ben
     assert row_of_epoch["bytes"] == pytest.approx(row.steps * row.nodes * 32 * 187.5e6)
 
 
-def test_patches_need_no_wait_where_whole_objects_are_the_limit(setting: SimulatorSettings) -> None:
+def test_patches_do_not_stall_where_whole_objects_do(setting: SimulatorSettings) -> None:
     whole = simulate_point(setting, "whole-object", 1024)[0]
     patches = simulate_point(replace(setting, thin=2), "patches", 1024)[0]
     assert whole["stall_share"] > 0.9
@@ -41,7 +41,7 @@ def test_patches_need_no_wait_where_whole_objects_are_the_limit(setting: Simulat
     assert whole["bytes"] / whole["samples"] > 15 * patches["bytes"] / patches["samples"]
 
 
-def test_defaults_are_what_was_measured() -> None:
+def test_defaults_match_the_measurements() -> None:
     patches = json.loads((RESULTS / "segmentation_loading.json").read_text())
     (patches_row,) = [row for row in patches["summary"] if (row["mode"], row["cache"]) == ("patches", "none")]
     assert patches_row["bytes_per_sample"]["median"] == pytest.approx(public_benchmark.PATCH_BYTES, rel=1e-3)

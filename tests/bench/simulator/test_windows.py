@@ -7,7 +7,7 @@ import pytest
 from voxlane.bench.simulator.epoch import Windows
 
 
-def test_the_best_window_and_the_worst_luck() -> None:
+def test_best_and_worst_measuring_window() -> None:
     rates = Windows(60.0)
     rates.add_rate(0.0, 50.0, 12.0)
     rates.add_rate(50.0, 130.0, 6.0)
@@ -17,7 +17,7 @@ def test_the_best_window_and_the_worst_luck() -> None:
     assert rates.highest_at_worst(130.0) == pytest.approx((60 - 70 / 3) * 12 / 60, rel=0.02)
 
 
-def test_what_is_shorter_than_a_window_is_a_mean() -> None:
+def test_run_shorter_than_a_window_gives_its_mean() -> None:
     rates = Windows(60.0)
     rates.add(1.0, 30.0)
     rates.add(9.0, 20.0)

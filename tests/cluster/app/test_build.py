@@ -93,7 +93,7 @@ def test_dockerignore_patterns_match_as_in_docker(pattern: str, ignored: list[st
     assert [name for name in [*ignored, *included] if is_ignored(name, rules)] == ignored
 
 
-def test_the_last_rule_that_matches_wins(folder: Path) -> None:
+def test_last_rule_that_matches_wins(folder: Path) -> None:
     rules = parse_rules(["*", "!keep", "keep/not"])
     assert [name for name in ("a", "keep/a", "keep/not", "keep") if is_ignored(name, rules)] == ["a", "keep/not"]
     folder.joinpath("data").mkdir()

@@ -91,7 +91,7 @@ def test_data_that_cannot_be_staged_leaves_nothing(
 
 
 @pytest.mark.parametrize("numbers", [["INT"], ["TERM"], ["HUP"], ["TERM", "TERM"]], ids="-".join)
-def test_an_interrupted_deploy_leaves_nothing(
+def test_interrupted_deploy_leaves_nothing(
     vox: Vox, cluster: Cluster, add_node: AddNode, data: Callable[..., None], numbers: list[str]
 ) -> None:
     add_node("node-a")

@@ -113,7 +113,7 @@ def gone(cluster: Cluster, name: str) -> bool:
     return cluster.find(dataset_path(cluster, name)) is None
 
 
-def test_a_dataset_is_staged_survives_restarts_and_is_removed_when_unused(
+def test_dataset_is_staged_survives_restarts_and_is_removed_when_unused(
     cluster: Cluster,
     kubelet: Kubelet,
     operator: Operator,
@@ -219,7 +219,7 @@ def test_another_source_is_not_copied_while_a_pod_uses_the_data(
     assert files(kubelet.disk("node-a", ready_status["hostPath"])) == {"new": b"new"}
 
 
-def test_a_lost_node_is_replaced_and_its_copy_removed_when_it_returns(
+def test_lost_node_is_replaced_and_its_copy_removed_when_it_returns(
     cluster: Cluster,
     kubelet: Kubelet,
     operator: Operator,
@@ -313,7 +313,7 @@ def small_disk(kubelet: Kubelet) -> Iterator[Callable[[str], Path]]:
 
 
 @pytest.mark.cluster
-def test_a_full_disk_evicts_unused_datasets(
+def test_full_disk_evicts_unused_datasets(
     cluster: Cluster,
     kubelet: Kubelet,
     operator: Operator,
@@ -371,7 +371,7 @@ def service_account(cluster: Cluster, namespace: str, name: str, template: Path,
 
 
 @pytest.mark.cluster
-def test_the_installation_runs_with_its_own_permissions_and_namespaces_can_be_deleted(
+def test_installation_runs_with_its_own_permissions_and_namespaces_can_be_deleted(
     cluster: Cluster,
     kubelet: Kubelet,
     operator: Operator,
@@ -430,7 +430,7 @@ def test_the_installation_runs_with_its_own_permissions_and_namespaces_can_be_de
     cluster.delete(path_of("v1", "Namespace", None, system))
 
 
-def test_a_missing_kind_is_reported_with_the_install_command(
+def test_missing_kind_is_reported_with_the_install_command(
     cluster: Cluster, capsys: pytest.CaptureFixture[str], operator: Operator
 ) -> None:
     definition = path_of("apiextensions.k8s.io/v1", "CustomResourceDefinition", None, "stageddatasets.voxlane.dev")
@@ -463,7 +463,7 @@ def test_a_missing_kind_is_reported_with_the_install_command(
         ("credentials.endpoint", {"credentials": {"endpoint": "https://me:password@s3.lab"}}),
     ],
 )
-def test_the_server_rejects_invalid_specs(cluster: Cluster, field: str, spec: dict[str, Any]) -> None:
+def test_server_rejects_invalid_specs(cluster: Cluster, field: str, spec: dict[str, Any]) -> None:
     """Before anything is stored: a value that is no valid name may be the secret itself."""
     cluster.apply(CRD)
     wait_for(lambda: cluster.serves(API_VERSION, "StagedDataset"))

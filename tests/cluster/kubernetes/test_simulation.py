@@ -29,7 +29,7 @@ def jobset(name: str, script: str, completions: int = 2, restarts: int = 0) -> O
     }
 
 
-def test_a_jobset_runs_and_its_logs_can_be_read(
+def test_jobset_runs_and_its_logs_can_be_read(
     cluster: Cluster, kubelet: Kubelet, jobsets: JobSets, add_node: Callable[..., None]
 ) -> None:
     add_node("node-a")

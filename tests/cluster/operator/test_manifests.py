@@ -69,7 +69,7 @@ def test_pods_and_their_permissions_are_valid(spec: dict[str, Any]) -> None:
     assert pods[1]["spec"]["automountServiceAccountToken"] is False
 
 
-def test_a_copier_gets_its_source_and_credentials() -> None:
+def test_copier_gets_its_source_and_credentials() -> None:
     s3 = copier_for(SPECS[1])["spec"]["containers"][0]
     assert s3["envFrom"] == [{"secretRef": {"name": "keys"}}]
     assert {"name": "AWS_ENDPOINT_URL", "value": "https://s3.lab:9000"} in s3["env"]
@@ -102,7 +102,7 @@ def test_each_attempt_machine_and_source_has_its_own_pod() -> None:
     assert len(names) == 5
 
 
-def test_the_installation_is_valid_and_its_permissions_cover_what_the_operator_checks() -> None:
+def test_installation_is_valid_and_its_permissions_cover_what_the_operator_checks() -> None:
     manifests = build_manifests(InstallConfig(image="v:1"), namespace="voxlane-system")
     validate(*manifests)
     assert [manifest["kind"] for manifest in manifests][:2] == ["Namespace", "CustomResourceDefinition"]

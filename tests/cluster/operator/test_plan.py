@@ -28,7 +28,7 @@ def kinds(plan: plans.DatasetPlan) -> list[str]:
 # -- staging -----------------------------------------------------------------------------------------------------------
 
 
-def test_the_finalizer_and_the_status_precede_the_first_pod() -> None:
+def test_finalizer_and_the_status_precede_the_first_pod() -> None:
     w = world("a", "b")
     w.create("d")
     assert kinds(w.step("d")) == ["SetFinalizer", "PatchStatus", "RecordEvent", "StartPod"]
@@ -44,7 +44,7 @@ def test_the_finalizer_and_the_status_precede_the_first_pod() -> None:
     assert kinds(w.step("d")) == []
 
 
-def test_the_spec_determines_the_number_of_nodes() -> None:
+def test_spec_determines_the_number_of_nodes() -> None:
     w = world("a", "b", "c")
     w.change("b", labels={"disk": "ssd"})
     w.change("c", labels={"disk": "ssd"})
@@ -101,7 +101,7 @@ def test_progress_covers_all_nodes() -> None:
         ({"credentials": {"file": "key.json"}}, "credentials.file needs credentials.secret"),
     ],
 )
-def test_an_invalid_spec_is_reported_and_nothing_is_created(spec: dict[str, Any], message: str) -> None:
+def test_invalid_spec_is_reported_and_nothing_is_created(spec: dict[str, Any], message: str) -> None:
     w = world("a")
     w.create("d", **spec)
     assert kinds(w.step("d")) == ["PatchStatus", "RecordEvent"]
@@ -114,7 +114,7 @@ def test_an_invalid_spec_is_reported_and_nothing_is_created(spec: dict[str, Any]
     assert w.phase("d") == "Ready"
 
 
-def test_a_missing_image_and_a_long_name_are_reported() -> None:
+def test_missing_image_and_a_long_name_are_reported() -> None:
     w = world("a", image=None)
     w.create("d")
     w.step("d")
@@ -125,7 +125,7 @@ def test_a_missing_image_and_a_long_name_are_reported() -> None:
     assert "more than 63 characters" in w.status("n" * 64)["message"]
 
 
-def test_the_data_path_cannot_change_while_data_is_staged() -> None:
+def test_data_path_cannot_change_while_data_is_staged() -> None:
     w = world("a")
     w.create("d", dataPath="/var/lib/voxlane/one")
     w.settle()
@@ -195,7 +195,7 @@ def test_failures_are_retried_with_growing_pauses_and_then_on_another_node() -> 
 
 
 @pytest.mark.parametrize("reason", ["Source", "TooLarge"])
-def test_a_bad_source_is_not_tried_on_other_nodes(reason: str) -> None:
+def test_bad_source_is_not_tried_on_other_nodes(reason: str) -> None:
     w = world("a", "b")
     w.create("d")
     for _ in range(5):
@@ -217,7 +217,7 @@ def test_a_bad_source_is_not_tried_on_other_nodes(reason: str) -> None:
     assert w.phase("d") == "Ready"
 
 
-def test_a_timeout_is_final_until_the_spec_changes() -> None:
+def test_timeout_is_final_until_the_spec_changes() -> None:
     w = world("a")
     w.create("d", timeout="30m")
     plan = w.step("d")
@@ -267,7 +267,7 @@ def test_malformed_results_are_ignored() -> None:
     assert "bytes" not in w.status("d")["nodes"]["a"]
 
 
-def test_a_crashed_copier_reports_its_last_line() -> None:
+def test_crashed_copier_reports_its_last_line() -> None:
     w = world("a")
     w.create("d")
     w.step("d")
@@ -281,7 +281,7 @@ def test_a_crashed_copier_reports_its_last_line() -> None:
 # -- nodes come and go -------------------------------------------------------------------------------------------------
 
 
-def test_a_lost_node_is_replaced_and_reused_when_it_is_back() -> None:
+def test_lost_node_is_replaced_and_reused_when_it_is_back() -> None:
     w = world("a", "b", "c")
     w.create("d", replicas=2)
     w.settle()
@@ -305,7 +305,7 @@ def test_a_lost_node_is_replaced_and_reused_when_it_is_back() -> None:
     assert sum("ns.d" in disk for disk in w.disks.values()) == 2  # no data stays behind
 
 
-def test_a_node_that_returns_before_its_replacement_is_complete_keeps_its_copy() -> None:
+def test_node_that_returns_before_its_replacement_is_complete_keeps_its_copy() -> None:
     w = world("a", "b")
     w.create("d")
     w.settle()
@@ -323,7 +323,7 @@ def test_a_node_that_returns_before_its_replacement_is_complete_keeps_its_copy()
     assert w.disks["b"] == {}
 
 
-def test_a_recreated_node_is_copied_to_again() -> None:
+def test_recreated_node_is_copied_to_again() -> None:
     w = world("a")
     w.create("d")
     w.settle()
@@ -333,7 +333,7 @@ def test_a_recreated_node_is_copied_to_again() -> None:
     assert w.copied == 200
 
 
-def test_a_deleted_node_is_forgotten() -> None:
+def test_deleted_node_is_forgotten() -> None:
     w = world("a", "b")
     w.create("d")
     w.settle()
@@ -343,7 +343,7 @@ def test_a_deleted_node_is_forgotten() -> None:
     assert list(w.status("d")["nodes"]) == ["b"]
 
 
-def test_a_lost_status_is_rebuilt_from_the_labels() -> None:
+def test_lost_status_is_rebuilt_from_the_labels() -> None:
     w = world("a", "b", "c")
     w.create("d", replicas=2)
     w.settle()
@@ -387,7 +387,7 @@ def test_another_source_is_copied() -> None:
     assert w.labelled("d") == ["a"]
 
 
-def test_an_annotation_restages_the_source() -> None:
+def test_annotation_restages_the_source() -> None:
     w = world("a")
     w.create("d")
     w.settle()
@@ -434,7 +434,7 @@ def test_data_is_not_replaced_while_a_pod_uses_it(change: str) -> None:
     assert "message" not in w.status("d")["nodes"]["a"]
 
 
-def test_a_restage_waits_for_a_pod_that_starts_while_the_label_is_removed() -> None:
+def test_restage_waits_for_a_pod_that_starts_while_the_label_is_removed() -> None:
     w = world("a")
     w.create("d")
     w.settle()
@@ -454,7 +454,7 @@ def test_a_restage_waits_for_a_pod_that_starts_while_the_label_is_removed() -> N
     assert w.copied == 100
 
 
-def test_a_copy_that_waits_to_be_replaced_can_be_deleted_or_lost() -> None:
+def test_copy_that_waits_to_be_replaced_can_be_deleted_or_lost() -> None:
     w = world("a", "b")
     w.create("d")
     w.settle()
@@ -481,7 +481,7 @@ def test_a_copy_that_waits_to_be_replaced_can_be_deleted_or_lost() -> None:
 # -- disk space --------------------------------------------------------------------------------------------------------
 
 
-def test_the_least_recently_used_dataset_is_evicted_and_returns_when_used() -> None:
+def test_least_recently_used_dataset_is_evicted_and_returns_when_used() -> None:
     w = world("a")
     w.capacity["a"] = 250
     for name in ("old", "new"):
@@ -600,7 +600,7 @@ def test_deletion_during_a_copy_removes_the_partial_copy() -> None:
     assert w.disks["a"] == {}
 
 
-def test_a_failed_removal_is_reported_and_retried() -> None:
+def test_failed_removal_is_reported_and_retried() -> None:
     w = world("a")
     w.create("d")
     w.settle()
@@ -630,7 +630,7 @@ def test_deletion_respects_the_allowed_data_paths() -> None:
 
 
 @pytest.mark.parametrize("seed", range(60))
-def test_the_operator_converges_despite_kills_and_failures(seed: int) -> None:
+def test_operator_converges_despite_kills_and_failures(seed: int) -> None:
     """The simulation fails if a label is wrong, or data is removed or replaced under a pod."""
     rng = random.Random(seed)
     w = world("a", "b", "c", "d")

@@ -56,7 +56,7 @@ def run_meanwhile(action: Callable[[], None]) -> Iterator[None]:
 
 
 @pytest.mark.cluster
-def test_three_nodes_train_what_one_process_trains(
+def test_three_nodes_train_the_same_network_as_one_process(
     ray_nodes: Any, ray_data: Data, straight: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     data, config_values = ray_data
@@ -74,9 +74,7 @@ def test_three_nodes_train_what_one_process_trains(
 
 
 @pytest.mark.cluster
-def test_a_killed_worker_costs_at_most_its_epoch(
-    ray_nodes: Any, ray_data: Data, straight: Path, tmp_path: Path
-) -> None:
+def test_killed_worker_costs_at_most_its_epoch(ray_nodes: Any, ray_data: Data, straight: Path, tmp_path: Path) -> None:
     data, config_values = ray_data
     run, lines = tmp_path / "run", []
 
@@ -94,7 +92,7 @@ def test_a_killed_worker_costs_at_most_its_epoch(
 
 
 @pytest.mark.cluster
-def test_a_lost_node_means_fewer_workers_until_it_is_back(
+def test_lost_node_means_fewer_workers_until_it_is_back(
     ray_nodes: Any, ray_data: Data, straight: Path, tmp_path: Path
 ) -> None:
     """Three workers fill a node each; two of them remain, then there are three again."""
@@ -117,7 +115,8 @@ def test_a_lost_node_means_fewer_workers_until_it_is_back(
     lost, stopped, done = (attempt["why"] for attempt in attempts(run))
     assert "lost" in lost
     assert (stopped, done) == ("stopped after an epoch: more workers fit", "done")
-    assert [entry["ranks"] for entry in history(run)][1:] == [2, 3, 3]
+    # Two workers trained the second epoch, or the first again if the node was lost before its checkpoint was saved.
+    assert sorted(entry["ranks"] for entry in history(run)) == [2, 3, 3, 3]
     lines = stderr.splitlines()
     assert lines[0] == f"voxlane: {lost}; continuing from the last checkpoint"
     assert "voxlane: training on 2 workers instead of 3: 3 of the batch's 6 patches on each" in lines
@@ -144,7 +143,7 @@ def parent_of(pid: int) -> int:
 
 
 @pytest.mark.cluster
-def test_a_killed_driver_resumes_without_touching_another_cluster(
+def test_killed_driver_resumes_without_touching_another_cluster(
     ray_nodes: Any, ray_data: Data, straight: Path, tmp_path: Path
 ) -> None:
     run = tmp_path / "run"
@@ -193,7 +192,7 @@ def test_a_killed_driver_resumes_without_touching_another_cluster(
         (signal.SIGINT, 130, "voxlane: interrupted; --resume continues from the last checkpoint\n"),
     ],
 )
-def test_a_signal_ends_the_run_with_one_line(
+def test_signal_ends_the_run_with_one_line(
     ray_data: Data, tmp_path: Path, number: signal.Signals, status: int, message: str
 ) -> None:
     run = tmp_path / "run"
@@ -206,7 +205,7 @@ def test_a_signal_ends_the_run_with_one_line(
 
 
 @pytest.mark.cluster
-def test_the_error_of_a_rank_is_raised_once(ray_nodes: Any, ray_data: Data, tmp_path: Path) -> None:
+def test_error_of_a_rank_is_raised_once(ray_nodes: Any, ray_data: Data, tmp_path: Path) -> None:
     data, config_values = ray_data
     broken = tmp_path / "data"
     shutil.copytree(data, broken)

@@ -84,7 +84,7 @@ def test_requests_that_never_fit_are_rejected(arguments: tuple, kind: type[Voxla
     assert message in str(raised.value)
 
 
-def test_a_minimum_of_workers_is_enough() -> None:
+def test_minimum_of_workers_is_enough() -> None:
     check_capacity(TWO, 8, 1, 0, None, 4)
 
 
@@ -97,7 +97,7 @@ def test_resources_of_an_ended_attempt_count_as_free() -> None:
     workers=st.integers(1, 12), batch=st.integers(1, 48), cpus=st.lists(st.integers(0, 8), min_size=1, max_size=4),
     least=st.integers(1, 4),
 )  # fmt: skip
-def test_the_most_workers_that_fit_and_divide_the_batch(workers: int, batch: int, cpus: list[int], least: int) -> None:
+def test_most_workers_that_fit_and_divide_the_batch(workers: int, batch: int, cpus: list[int], least: int) -> None:
     nodes = [RayNode(str(n), c, 0) for n, c in enumerate(cpus)]
     count = WorkerRequest(workers, least, least, None, 1, 0, batch).count_workers(nodes)
     assert count == max((n for n in range(1, workers + 1) if batch % n == 0 and n <= sum(cpus)), default=0)
@@ -165,7 +165,7 @@ def test_is_peer_loss() -> None:
     assert not is_peer_loss(ValueError("gloo"))
 
 
-def test_the_wait_for_a_result_ends_when_the_head_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wait_for_a_result_ends_when_the_head_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(clusters, "_HEAD_INTERVAL_S", 0.01)
     result: Future[Any] = Future()
     with socket.create_server(("127.0.0.1", 0)) as server:

@@ -41,7 +41,7 @@ def gather_ranks(kind: str) -> list[Any]:
     return by_rank
 
 
-def test_the_result_of_rank_0_on_the_requested_nodes(connected: str) -> None:
+def test_result_of_rank_0_on_the_requested_nodes(connected: str) -> None:
     by_rank = run_on_ranks(partial(gather_ranks, ""), workers=4, nodes=2, cpus=0.5, environment={"EXTRA": "value"})
     assert [rank for rank, *_ in by_rank] == ["0", "1", "2", "3"]
     nodes = [node for _, node, *_ in by_rank]
@@ -58,7 +58,7 @@ def test_the_result_of_rank_0_on_the_requested_nodes(connected: str) -> None:
         ("killed", LostError, r"(rank 1|a rank) was lost.*: its process was killed"),
     ],
 )
-def test_the_error_of_a_rank_is_raised(connected: str, kind: str, error: type[Exception], message: str) -> None:
+def test_error_of_a_rank_is_raised(connected: str, kind: str, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=f"^{message}$") as raised:
         run_on_ranks(partial(gather_ranks, kind), workers=2)
     assert type(raised.value) is error

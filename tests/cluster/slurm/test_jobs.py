@@ -74,7 +74,7 @@ def orders(entries: list[dict[str, Any]]) -> list[str]:
     return [entry["order"] for entry in entries]
 
 
-def test_a_two_node_job_trains_on_ray_to_the_end(
+def test_two_node_job_trains_on_ray_to_the_end(
     slurm: Rig, data: str, shared: Path, undisturbed: list[dict[str, Any]]
 ) -> None:
     run, logs = shared / "run", shared / "logs"
@@ -107,7 +107,7 @@ def test_a_two_node_job_trains_on_ray_to_the_end(
     assert logged in done.stdout
 
 
-def test_the_token_of_a_job_is_nowhere_to_be_read(slurm: Rig, data: str, shared: Path) -> None:
+def test_token_of_a_job_cannot_be_read(slurm: Rig, data: str, shared: Path) -> None:
     logs, run = shared / "logs", shared / "run"
     job = submit(slurm, logs, "--nodes", "2", "--", "train", data, "--run", str(run), "epochs=500", *FIELDS)
     until(lambda: begun(run), START_S, "the first epoch")
@@ -138,7 +138,7 @@ def test_the_token_of_a_job_is_nowhere_to_be_read(slurm: Rig, data: str, shared:
     nothing_left(slurm, job)
 
 
-def test_a_cancelled_job_leaves_nothing_running(slurm: Rig, data: str, shared: Path) -> None:
+def test_cancelled_job_leaves_nothing_running(slurm: Rig, data: str, shared: Path) -> None:
     logs, run = shared / "logs", shared / "run"
     job = submit(
         slurm,
@@ -166,7 +166,7 @@ def test_a_cancelled_job_leaves_nothing_running(slurm: Rig, data: str, shared: P
 
 
 @pytest.mark.parametrize("launcher", ["ray", "torchrun"])
-def test_a_job_that_is_told_to_stop_goes_back_to_the_queue_and_goes_on(
+def test_stopped_job_is_requeued_and_continues(
     slurm: Rig, data: str, shared: Path, undisturbed: list[dict[str, Any]], launcher: str
 ) -> None:
     logs, run = shared / "logs", shared / "run"
@@ -185,7 +185,7 @@ def test_a_job_that_is_told_to_stop_goes_back_to_the_queue_and_goes_on(
     nothing_left(slurm, job)
 
 
-def test_a_preempted_job_goes_on_when_the_urgent_one_has_ended(
+def test_preempted_job_continues_after_the_urgent_one(
     slurm: Rig, data: str, shared: Path, undisturbed: list[dict[str, Any]]
 ) -> None:
     logs, run = shared / "logs", shared / "run"
@@ -217,7 +217,7 @@ def test_two_jobs_at_once_on_the_same_nodes_do_not_meet(slurm: Rig, data: str, s
     nothing_left(slurm, jobs[1])
 
 
-def test_a_search_runs_its_trials_on_the_nodes(slurm: Rig, data: str, shared: Path) -> None:
+def test_search_runs_its_trials_on_the_nodes(slurm: Rig, data: str, shared: Path) -> None:
     logs, out = shared / "logs", shared / "search"
     space = shared / "space.yaml"
     fields = [word.split("=") for word in FIELDS if "." not in word]
@@ -282,7 +282,7 @@ def test_stage_runs_on_nodes_by_srun(slurm: Rig, data: str) -> None:
     assert "it failed on one node or more" in done.stderr
 
 
-def test_a_staged_dataset_is_read_from_each_nodes_own_disk(slurm: Rig, data: str, shared: Path) -> None:
+def test_staged_dataset_is_read_from_each_nodes_own_disk(slurm: Rig, data: str, shared: Path) -> None:
     logs, run = shared / "logs", shared / "run"
     words = ["--nodes", "2", "--stage", "--local-disk", str(slurm.local), "--launcher", "torchrun", "--"]
     job = submit(slurm, logs, *words, "train", data, "--run", str(run), "epochs=1", *FIELDS)
@@ -298,7 +298,7 @@ def test_a_staged_dataset_is_read_from_each_nodes_own_disk(slurm: Rig, data: str
     assert ended(slurm, again, logs).count("all were there") == 2
 
 
-def test_a_node_that_goes_down_costs_no_more_than_a_restart(
+def test_node_that_goes_down_costs_no_more_than_a_restart(
     slurm: Rig, data: str, shared: Path, undisturbed: list[dict[str, Any]]
 ) -> None:
     logs, run = shared / "logs", shared / "run"
@@ -324,7 +324,7 @@ def test_a_node_that_goes_down_costs_no_more_than_a_restart(
 # -- what goes wrong ---------------------------------------------------------------------------------------------------
 
 
-def test_refusals_say_what_and_what_to_do(slurm: Rig, data: str, shared: Path) -> None:
+def test_errors_name_the_problem_and_the_fix(slurm: Rig, data: str, shared: Path) -> None:
     def refused(*words: str) -> str:
         done = slurm.voxlane("slurm", *words)
         assert done.returncode == 1
@@ -354,7 +354,7 @@ def test_refusals_say_what_and_what_to_do(slurm: Rig, data: str, shared: Path) -
     assert not slurm.run("squeue", "-h")
 
 
-def test_a_waiting_job_says_why_in_plain_words(slurm: Rig, data: str, shared: Path) -> None:
+def test_waiting_job_gives_its_reason(slurm: Rig, data: str, shared: Path) -> None:
     blocker = int(
         slurm.run("sbatch", "--parsable", "--nodes=4", "--exclusive", "--output=/dev/null", "--wrap=sleep 300")
     )
@@ -369,7 +369,7 @@ def test_a_waiting_job_says_why_in_plain_words(slurm: Rig, data: str, shared: Pa
     assert "has written no log yet" in slurm.voxlane("slurm", "logs", str(job)).stderr
 
 
-def test_a_node_where_ray_cannot_start_is_named_at_once(slurm: Rig, data: str, shared: Path) -> None:
+def test_node_where_ray_cannot_start_is_named_at_once(slurm: Rig, data: str, shared: Path) -> None:
     broken = shared / "python"
     refuses = '[ "$(hostname)$2" != node1ray.scripts.scripts ] || { echo no Ray for you; exit 3; }'
     broken.write_text(f'#!/bin/bash\n{refuses}\nexec {slurm.python} "$@"\n')
@@ -382,7 +382,7 @@ def test_a_node_where_ray_cannot_start_is_named_at_once(slurm: Rig, data: str, s
     nothing_left(slurm, job)
 
 
-def test_the_commands_own_mistake_is_the_jobs_status(slurm: Rig, data: str, shared: Path) -> None:
+def test_mistake_of_the_command_is_the_status_of_the_job(slurm: Rig, data: str, shared: Path) -> None:
     words = [
         "--no-check",
         "--follow",

@@ -110,14 +110,14 @@ def test_default_launchers(command: str, nodes: int, expected: str) -> None:
     assert default_launcher([*command.split(), "d"], nodes) == expected
 
 
-def test_a_job_is_named_after_its_command() -> None:
+def test_job_is_named_after_its_command() -> None:
     bench_job = make_job("bench", "loading", "d")
     assert bench_job.job_name == "voxlane-bench-loading"
     assert '--comment="voxlane:bench loading:"' in parse_directives(render_script(bench_job))
     assert make_job("evaluate", "r", launcher="none").job_name == "voxlane-evaluate"
 
 
-def test_a_restarted_command_resumes() -> None:
+def test_restarted_command_resumes() -> None:
     assert restart_arguments(["train", "d", "--run", "r"]) == ("train", "d", "--run", "r", "--auto-resume")
     assert restart_arguments(["train", "d", "--resume", "--run", "r"]) == ("train", "d", "--run", "r", "--auto-resume")
     assert restart_arguments(["evaluate", "r"]) == ("evaluate", "r")
@@ -206,7 +206,7 @@ def run_script(
 WAITING = "trap 'exit 9' TERM; echo ready; while :; do read -rt 0.1 <> <(:); done"
 
 
-def test_the_job_ends_with_the_status_of_the_command(tmp_path: Path) -> None:
+def test_job_ends_with_the_status_of_the_command(tmp_path: Path) -> None:
     status, out = run_script(tmp_path, "echo $@; exit 5")
     assert status == 5
     assert "-m voxlane train d --run r\n" in out
@@ -214,18 +214,18 @@ def test_the_job_ends_with_the_status_of_the_command(tmp_path: Path) -> None:
     assert run_script(tmp_path, "exit 0")[0] == 0
 
 
-def test_a_second_start_resumes(tmp_path: Path) -> None:
+def test_second_start_resumes(tmp_path: Path) -> None:
     assert "train d --run r --auto-resume\n" in run_script(tmp_path, "echo $@", SLURM_RESTART_COUNT="1")[1]
 
 
-def test_a_warning_stops_the_command_and_requeues_the_job(tmp_path: Path) -> None:
+def test_warning_stops_the_command_and_requeues_the_job(tmp_path: Path) -> None:
     status, out = run_script(tmp_path, WAITING, terminate=True)
     assert status == 0
     assert "asked to stop (the job is RUNNING)" in out
     assert "requeued 7" in out
 
 
-def test_a_job_that_is_preempted_without_a_signal_is_requeued(tmp_path: Path) -> None:
+def test_job_that_is_preempted_without_a_signal_is_requeued(tmp_path: Path) -> None:
     preempted = "   PreemptEligibleTime=2026-01-01T00:00:00 PreemptTime=2026-01-01T00:00:00"
     status, out = run_script(tmp_path, "exit 4", JOB=preempted)
     assert status == 0
@@ -233,19 +233,19 @@ def test_a_job_that_is_preempted_without_a_signal_is_requeued(tmp_path: Path) ->
     assert "requeued" not in run_script(tmp_path, "exit 0", JOB=preempted)[1]
 
 
-def test_a_cancelled_job_is_not_requeued(tmp_path: Path) -> None:
+def test_cancelled_job_is_not_requeued(tmp_path: Path) -> None:
     status, out = run_script(tmp_path, WAITING, state="COMPLETING", terminate=True)
     assert status == 9
     assert "requeued" not in out
 
 
-def test_a_job_with_no_requeues_left_is_not_requeued(tmp_path: Path) -> None:
+def test_job_with_no_requeues_left_is_not_requeued(tmp_path: Path) -> None:
     status, out = run_script(tmp_path, WAITING, terminate=True, SLURM_RESTART_COUNT="100")
     assert status == 9
     assert "requeued" not in out
 
 
-def test_a_command_that_finishes_when_asked_to_stop_is_done(tmp_path: Path) -> None:
+def test_command_that_finishes_when_asked_to_stop_is_done(tmp_path: Path) -> None:
     status, out = run_script(tmp_path, WAITING.replace("exit 9", "exit 0"), terminate=True)
     assert status == 0
     assert "requeued" not in out
@@ -254,7 +254,7 @@ def test_a_command_that_finishes_when_asked_to_stop_is_done(tmp_path: Path) -> N
 # -- messages ----------------------------------------------------------------------------------------------------------
 
 
-def test_the_comment_of_a_job_round_trips() -> None:
+def test_comment_of_a_job_round_trips() -> None:
     assert parse_comment(format_comment("train", "gs://b/run:1")) == ("train", "gs://b/run:1")
     assert parse_comment("somebody else's") is None
 
@@ -304,7 +304,7 @@ def test_reasons_for_waiting_are_explained(reason: str, explanation: str) -> Non
     assert explanation in explain_wait(parse_queue(queue_line(r=reason))[0])
 
 
-def test_the_status_lines_of_a_job() -> None:
+def test_status_lines_of_a_job() -> None:
     assert format_job(parse_queue(queue_line())[0], "not begun") == [
         "12  voxlane-train  PENDING  4 nodes  0:00 of 20:00",
         "    waits: 4 nodes with the requested resources are not free; expected to start 2026-01-01 10:00:00",
@@ -343,7 +343,7 @@ def test_status_reaches_the_bucket_as_the_command_does(command: list[str]) -> No
     assert store_of(command).endpoint == "http://host:1"
 
 
-def test_the_progress_of_a_run() -> None:
+def test_progress_of_a_run() -> None:
     entry = {"epoch": 2, "loss": 0.5, "mean_dice": None}
     assert describe_training(None, None) == "not begun"
     assert describe_training({"config": {"epochs": 9}}, []) == "epoch 0 of 9"
@@ -420,7 +420,7 @@ def test_mistakes_are_one_line(arguments: list[str], message: str, capsys: pytes
     assert len(error.splitlines()) == 1
 
 
-def test_a_wrong_command_is_rejected_before_it_is_queued(capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_command_is_rejected_before_it_is_queued(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["slurm", "submit", "--", "train", "d", "--run", "r", "--epochs", "3"]) == 2
     assert "voxlane train: unknown option --epochs" in capsys.readouterr().err
 
@@ -437,7 +437,7 @@ def test_a_wrong_command_is_rejected_before_it_is_queued(capsys: pytest.CaptureF
         ("predict r scan zzz=1 -o masks", "`voxlane predict --fields` lists them"),
     ],
 )
-def test_a_misspelt_field_is_rejected_with_a_suggestion(
+def test_misspelt_field_is_rejected_with_a_suggestion(
     command: str, message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for action in (["render"], ["submit", "--no-check"]):
@@ -472,7 +472,7 @@ def test_help_does_not_show_the_path_of_the_interpreter(action: str, capsys: pyt
 
 
 @pytest.mark.parametrize("arguments", [["status"], ["logs", "1"], ["cancel", "1"]])
-def test_a_machine_without_slurm(
+def test_machine_without_slurm(
     arguments: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PATH", "/nowhere")

@@ -23,7 +23,7 @@ def test_parallel_and_sequential_agree(gcs: Bucket, emulator: Emulator, concurre
     assert manifest.total_bytes == 75_000 + sum(len(k.encode()) for k in TRICKY)
 
 
-def test_a_small_bucket_costs_as_much_as_a_sequential_listing(gcs: Bucket, emulator: Emulator) -> None:
+def test_small_bucket_costs_as_much_as_a_sequential_listing(gcs: Bucket, emulator: Emulator) -> None:
     emulator.fill("bkt", count=2_500, key="k{:05d}", size_bytes=1)
     store = gcs.store
     list_objects("gs://bkt/", store=store)
@@ -37,7 +37,7 @@ def test_client_and_server_count_the_same_list_requests(gcs: Bucket, emulator: E
     assert store.counters.read().by_kind["list"]["requests"] == emulator.counters().list.requests
 
 
-def test_a_server_that_lists_folder_by_folder(s3: Bucket) -> None:
+def test_server_that_lists_folder_by_folder(s3: Bucket) -> None:
     """SeaweedFS lists by folder. The listing must still be complete."""
     store = s3.with_config(max_concurrency=32).store
     names = [f"d{i % 3}{sep}{i:04d}" for i in range(2_200) for sep in ("-", "/")]
@@ -54,7 +54,7 @@ def test_folder_markers_are_not_objects(s3_emulator: Bucket, emulator: Emulator)
     assert {"scans/a", "scans-2", "lone"} <= set(keys)
 
 
-def test_a_key_the_engine_cannot_address_is_named(gcs: Bucket, emulator: Emulator) -> None:
+def test_key_the_engine_cannot_address_is_named(gcs: Bucket, emulator: Emulator) -> None:
     emulator.put("bkt", "a//b", b"x")
     with pytest.raises(errors.StoreError, match="a//b"):
         list_objects("gs://bkt/", config=gcs.config)
@@ -100,7 +100,7 @@ def test_other_files_are_rejected_as_manifests(folder: Bucket) -> None:
         Manifest.load(f"{folder.uri}/none")
 
 
-def test_an_empty_bucket_lists_as_nothing(bucket: Bucket) -> None:
+def test_empty_bucket_lists_as_nothing(bucket: Bucket) -> None:
     manifest = list_objects(f"{bucket.uri}/nothing", config=bucket.config)
     assert len(manifest) == 0
     assert manifest.table.schema == SCHEMA

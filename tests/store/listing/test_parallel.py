@@ -52,7 +52,7 @@ def by_folder(key: str) -> str:
 
 @settings(deadline=None, max_examples=300)
 @given(KEY_SETS, st.integers(1, 9))
-def test_a_server_that_sorts_by_folder_is_detected(keys: set[str], page: int) -> None:
+def test_server_that_sorts_by_folder_is_detected(keys: set[str], page: int) -> None:
     try:
         listed_keys = listed(keys, page, "", by_folder)
     except OutOfOrderError:
@@ -60,7 +60,7 @@ def test_a_server_that_sorts_by_folder_is_detected(keys: set[str], page: int) ->
     assert listed_keys == sorted(keys)
 
 
-def test_a_large_uneven_key_space_needs_few_extra_requests() -> None:
+def test_large_uneven_key_space_needs_few_extra_requests() -> None:
     rng = random.Random(0)
     keys = {f"{'deep/' * 5}{rng.choice('ab')}/{rng.randrange(10**6):07d}.bin" for _ in range(20_000)}
     keys |= {f"other/{i}" for i in range(50)}
@@ -80,7 +80,7 @@ def test_a_large_uneven_key_space_needs_few_extra_requests() -> None:
     assert requests < 2 * len(keys) / 100
 
 
-def test_a_failing_page_fails_the_listing() -> None:
+def test_failing_page_fails_the_listing() -> None:
     def pages(start: str | None) -> Iterator[Any]:
         yield from paged({f"{i:04d}" for i in range(1000)}, 10, str)(start)
         raise ConnectionError("gone")

@@ -47,7 +47,7 @@ def test_many_threads_read_the_same_rows() -> None:
 
 
 @pytest.mark.parametrize("index", [-1, 3])
-def test_a_row_out_of_range(index: int) -> None:
+def test_row_out_of_range(index: int) -> None:
     with pytest.raises(IndexError, match=f"row {index} is out of range for 3 rows"):
         ParquetRows(parquet(pa.table({"n": [1, 2, 3]}), 2)).row(index, ["n"])
 

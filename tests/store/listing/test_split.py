@@ -12,7 +12,7 @@ KEYS = st.text(st.characters(min_codepoint=32, max_codepoint=0x10FFFF, exclude_c
 
 
 @given(KEYS, KEYS, st.sets(KEYS.filter(bool).map(lambda s: s[0]), min_size=1, max_size=40))
-def test_a_split_lies_strictly_between(first: str, other: str, alphabet: set[str]) -> None:
+def test_split_point_is_strictly_between_the_ends(first: str, other: str, alphabet: set[str]) -> None:
     low, high = sorted((first, other))
     cut = midpoint(low, high, "", sorted(alphabet))
     assert cut is None or low < cut < high
@@ -20,7 +20,7 @@ def test_a_split_lies_strictly_between(first: str, other: str, alphabet: set[str
 
 
 @given(KEYS, KEYS, st.sets(KEYS.filter(bool).map(lambda s: s[0]), min_size=1, max_size=40))
-def test_an_open_end_is_split_above_the_cursor(prefix: str, rest: str, alphabet: set[str]) -> None:
+def test_open_end_is_split_above_the_cursor(prefix: str, rest: str, alphabet: set[str]) -> None:
     cut = midpoint(prefix + rest, None, prefix, sorted(alphabet))
     assert cut is None or cut > prefix + rest
 
@@ -31,7 +31,7 @@ def test_difficult_ranges_return(low: str, high: str) -> None:
     assert cut is None or low < cut < high
 
 
-def test_the_middle_of_numbered_keys_is_near_their_middle() -> None:
+def test_middle_of_numbered_keys_is_near_their_middle() -> None:
     cut = midpoint("img-000000", "img-999999", "", list("-0123456789gim"))
     assert cut is not None
     assert "img-4" <= cut <= "img-6"

@@ -15,7 +15,7 @@ from voxlane.store.staging.sources import PART_BYTES
 from voxlane.testing import Access, Emulator
 
 
-def test_a_source_is_listed_by_name(gcs: Bucket) -> None:
+def test_source_is_listed_by_name(gcs: Bucket) -> None:
     for key in ("src/b", "src/a/1", "srcs/not", "src/.voxlane/manifest.jsonl"):
         gcs.store.put(key, b"123")
     listing = list_source("gs://bkt/src/", gcs.config)

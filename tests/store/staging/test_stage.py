@@ -79,7 +79,7 @@ def bucket(request: pytest.FixtureRequest) -> Bucket:
     return bucket
 
 
-def test_a_copy_holds_the_objects_of_the_source(bucket: Bucket, tmp_path: Path) -> None:
+def test_copy_holds_the_objects_of_the_source(bucket: Bucket, tmp_path: Path) -> None:
     source = fill(bucket)
     done = stage(source, tmp_path / "root", config=bucket.config)
     assert read_files(done.folder) == OBJECTS
@@ -96,7 +96,7 @@ def test_a_copy_holds_the_objects_of_the_source(bucket: Bucket, tmp_path: Path) 
     assert stage(source, tmp_path / "root", config=bucket.config, verify=True).copied == 0
 
 
-def test_a_second_run_reads_no_objects(gcs: Bucket, emulator: Emulator, tmp_path: Path) -> None:
+def test_second_run_reads_no_objects(gcs: Bucket, emulator: Emulator, tmp_path: Path) -> None:
     source = fill(gcs)
     stage(source, tmp_path, config=gcs.config)
     emulator.reset_counters()
@@ -148,14 +148,14 @@ def test_copies_share_contents(gcs: Bucket, emulator: Emulator, tmp_path: Path) 
     assert not list_blobs(tmp_path)
 
 
-def test_the_same_uri_on_another_server_is_another_source(gcs: Bucket, emulator: Emulator, tmp_path: Path) -> None:
+def test_same_uri_on_another_server_is_another_source(gcs: Bucket, emulator: Emulator, tmp_path: Path) -> None:
     source = fill(gcs, objects={"a": b"1"})
     stage(source, tmp_path, name="one", config=gcs.config)
     other = gcs.with_config(endpoint=emulator.url.replace("127.0.0.1", "localhost"))
     assert stage(source, tmp_path, name="two", config=other.config).copied == 1
 
 
-def test_a_name_can_be_reused_for_another_source(gcs: Bucket, tmp_path: Path) -> None:
+def test_name_can_be_reused_for_another_source(gcs: Bucket, tmp_path: Path) -> None:
     fill(gcs, "one", {"a": b"1", "b": b"2"})
     fill(gcs, "two", {"a": b"3"})
     stage(f"{gcs.uri}/one", tmp_path, name="data", config=gcs.config)
@@ -178,7 +178,7 @@ def test_copies_survive_server_faults(gcs: Bucket, emulator: Emulator, tmp_path:
     assert all(report.bytes <= report.total_bytes for report in reports)
 
 
-def test_an_object_that_changes_during_the_copy_is_named_and_the_others_are_kept(gcs: Bucket, tmp_path: Path) -> None:
+def test_object_that_changes_during_the_copy_is_named_and_the_others_are_kept(gcs: Bucket, tmp_path: Path) -> None:
     source = fill(gcs, objects={f"{i:03}": content(f"{i}", 1000) for i in range(100)})
     before = list_source(source, gcs.config)
     gcs.store.put("src/050", b"x")
@@ -272,7 +272,7 @@ def test_damaged_files_are_copied_again(gcs: Bucket, tmp_path: Path) -> None:
     assert read_files(done.folder) == OBJECTS
 
 
-def test_contents_with_the_same_digest_are_told_apart(
+def test_contents_with_the_same_digest_are_distinguished(
     gcs: Bucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("voxlane.store.staging.copying.combine_checksums", lambda _: "0" * 32)
@@ -280,9 +280,7 @@ def test_contents_with_the_same_digest_are_told_apart(
     assert read_files(done.folder) == {"a": b"1", "b": b"2", "c": b"2"}
 
 
-def test_a_content_with_the_maximum_number_of_links(
-    gcs: Bucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_content_with_the_maximum_number_of_links(gcs: Bucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     link = os.link
 
     def few(source: str, target: str) -> None:
@@ -320,7 +318,7 @@ def test_only_the_owner_can_read_a_root_and_anyone_can_read_a_copy(gcs: Bucket, 
 # -- limits ------------------------------------------------------------------------------------------------------------
 
 
-def test_a_source_larger_than_the_capacity_is_not_copied(gcs: Bucket, tmp_path: Path) -> None:
+def test_source_larger_than_the_capacity_is_not_copied(gcs: Bucket, tmp_path: Path) -> None:
     source = fill(gcs)
     with pytest.raises(TooLargeError, match=r"gs://bkt/src: the source has 20\.2 MiB, more than .* 1\.0 MiB"):
         stage(source, tmp_path / "root", config=gcs.config, capacity_bytes=1 << 20)
@@ -338,7 +336,7 @@ def test_files_of_any_size_are_copied_exactly(gcs: Bucket, tmp_path: Path) -> No
     assert stage(f"{gcs.uri}/src", tmp_path, config=gcs.config, verify=True).copied == 0
 
 
-def test_a_full_disk_keeps_complete_objects(gcs: Bucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_full_disk_keeps_complete_objects(gcs: Bucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     objects = {f"{i:03}": content(f"{i}", 10_000) for i in range(200)}
     source = fill(gcs, objects=objects)
     write, left = os.pwrite, [500_000]
@@ -377,7 +375,7 @@ def test_unusable_folders_and_names_are_refused(gcs: Bucket, tmp_path: Path) -> 
     assert not (tmp_path / "nowhere").exists()
 
 
-def test_an_exception_from_progress_stops_the_copy(gcs: Bucket, emulator: Emulator, tmp_path: Path) -> None:
+def test_exception_from_progress_stops_the_copy(gcs: Bucket, emulator: Emulator, tmp_path: Path) -> None:
     source = fill(gcs, objects={f"{i:03}": content(f"{i}", 10_000) for i in range(100)})
     emulator.set_faults(Faults(latency_s=0.1, kinds=("get",)))
 
@@ -464,7 +462,7 @@ def test_processes_take_turns(gcs: Bucket, emulator: Emulator, tmp_path: Path, s
     assert other.exitcode == 0
 
 
-def test_a_copy_resumes_after_a_kill_at_any_moment(gcs: Bucket, emulator: Emulator, tmp_path: Path, start: Any) -> None:
+def test_copy_resumes_after_a_kill_at_any_moment(gcs: Bucket, emulator: Emulator, tmp_path: Path, start: Any) -> None:
     objects = {f"{i % 7}/{i:03}": content(f"{i}", 40_000 + i) for i in range(400)}
     objects |= {"big/0": content("big", BIG), "big/1": content("bigger", BIG + 1), "twin": content("0", 40_000)}
     source = fill(gcs, objects=objects)
@@ -492,7 +490,7 @@ def test_a_copy_resumes_after_a_kill_at_any_moment(gcs: Bucket, emulator: Emulat
     assert not list((tmp_path / "partial").iterdir())
 
 
-def test_a_killed_removal_leaves_nothing_behind(gcs: Bucket, tmp_path: Path) -> None:
+def test_killed_removal_leaves_nothing_behind(gcs: Bucket, tmp_path: Path) -> None:
     done = stage(fill(gcs), tmp_path, name="data", config=gcs.config)
     shutil.move(done.folder, tmp_path / "partial" / "removed")  # as a kill during the removal leaves it
     stage(fill(gcs, "other", {"a": b"1"}), tmp_path, name="other", config=gcs.config)

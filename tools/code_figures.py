@@ -242,6 +242,7 @@ def measure(root: Path, *, with_help: bool = True) -> Figures:
 def check(root: Path) -> list[str]:
     """Return what exceeds a limit."""
     problems = [f"vague name: {entry}" for entry in vague_bindings(root)]
+    problems += [f"field docstring that cannot be read alone: {entry}" for entry in fragment_docstrings(root)]
     problems += [f"complexity {value}: {name}" for value, name in complexities(root) if value > MAX_COMPLEXITY]
     problems += [f"import cycle: {' '.join(group)}" for group in find_cycles(import_graph(root))]
     lines = count_lines(source_files(root, "src/voxlane"))
@@ -259,7 +260,7 @@ def main() -> int:
     root = Path(__file__).resolve().parent.parent
     if options.check:
         problems = check(root)
-        print("\n".join(problems) or "names, complexity, import cycles and size are within their limits")
+        print("\n".join(problems) or "names, docstrings, complexity, import cycles and size are within their limits")
         return 1 if problems else 0
     columns = [measure(folder) for folder in ([options.compare] if options.compare else []) + [root]]
     for field in fields(Figures):

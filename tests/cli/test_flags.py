@@ -186,6 +186,9 @@ def test_every_flag_has_help() -> None:
     ("words", "message"),
     [
         (["trian"], "voxlane: unknown command 'trian'. Did you mean train?"),
+        (["--verison"], "voxlane: unknown option '--verison'. Did you mean --version?"),
+        (["bench", "--hlep"], "voxlane bench: unknown option '--hlep'. Did you mean --help?"),
+        (["train", "--hlep"], "voxlane train: unknown option --hlep. Did you mean --help?"),
         (["app", "depoly"], "voxlane app: unknown command 'depoly'. Did you mean deploy?"),
         (["checkpoint", "zzz"], "Choose from: ls, latest, verify, rm, gc, cp"),
         (["train", "d", "--rum", "r"], "voxlane train: "),

@@ -118,7 +118,7 @@ class CheckpointRmCommand(CheckpointOptions):
     keep_last: Annotated[int | None, Flag(metavar="K")] = None
     """Keep the newest K checkpoints in the folder URI, and delete the others."""
     keep_every: int | None = None
-    """With --keep-last: also keep checkpoints whose step is a multiple of N."""
+    """Keep also the checkpoints whose step is a multiple of N (needs --keep-last)."""
     dry_run: bool = False
     """Only report the checkpoints that would be deleted."""
 

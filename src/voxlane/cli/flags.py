@@ -256,7 +256,7 @@ class CommandParser:
         return " ".join(str(error).split())
 
     def _explain_unknown(self, flag: str) -> str:
-        flags = [name for option in self._options for name in option.names if not option.flag.hidden]
+        flags = ["--help", *(name for option in self._options for name in option.names if not option.flag.hidden)]
         return f"unknown option {flag}{did_you_mean(flag, flags)}"
 
     def format_help(self) -> str:

@@ -179,12 +179,13 @@ def is_group(name: str) -> bool:
 
 
 def _wrong_command(group: str, words: Sequence[str]) -> UsageError:
-    """Return the error for a group whose command is missing, or unknown: then with the one that is spelt like it."""
+    """Return the error for a missing or unknown command of a group; for an unknown one, suggest the nearest."""
     from voxlane.cli.help import did_you_mean
 
     names = list(subcommands(group))
-    problem = f"unknown command {words[0]!r}" if words else "missing COMMAND"
-    suggestion = did_you_mean(words[0], names) if words else ""
+    kind = "option" if words and words[0].startswith("-") else "command"
+    problem = f"unknown {kind} {words[0]!r}" if words else "missing COMMAND"
+    suggestion = did_you_mean(words[0], [*names, "--help", "--version"]) if words else ""
     choices = f". Choose from: {', '.join(names)}"
     return UsageError(f"{f'voxlane {group}'.strip()}: {problem}{suggestion or choices}")
 
@@ -224,7 +225,7 @@ def _format_group(name: str) -> str:
 
 
 def _suggest_path(uri: str) -> str:
-    """Return a suggestion for a local path of which a part does not exist and is spelt like a file or folder there."""
+    """Return a suggestion for a local path with a missing part that is spelt like an existing file or folder."""
     path = uri.removeprefix("file://").rstrip("/")
     if not path or "://" in path or os.path.exists(path):
         return ""

@@ -276,7 +276,7 @@ class SlurmLogsCommand:
     """Print the log of a job."""
 
     job: Annotated[JobNumber, Flag(positional=True)]
-    """Job number."""
+    """Number of the job."""
     follow: Annotated[bool, Flag("-f")] = False
     """Print new lines until the job ends."""
 
@@ -319,7 +319,7 @@ class SlurmCancelCommand:
     """Cancel jobs; their checkpoints and results stay."""
 
     jobs: Annotated[tuple[JobNumber, ...], Flag(positional=True, metavar="JOB")]
-    """Job numbers."""
+    """Numbers of the jobs."""
 
     def _run(self) -> None:
         by_id = {job.id: job for job in slurm.list_jobs(self.jobs)}

@@ -26,7 +26,7 @@ class Coalesced:
     groups: list[Span]
     """Ranges of the requests, ordered by start."""
     places: list[tuple[int, int]]
-    """For each span, the index into `groups` and the offset of its first byte in that group's body."""
+    """Index into `groups` of each span, and the offset of its first byte in that group's body."""
 
 
 def coalesce(spans: Sequence[Span], *, max_gap_bytes: int) -> Coalesced:

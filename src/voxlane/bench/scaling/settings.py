@@ -44,9 +44,9 @@ class ScalingSettings:
     mode: Literal["weak", "strong", "both"] = "both"
     """Kind of scaling to measure."""
     batch: Positive = 2
-    """With mode weak: number of patches per worker and step."""
+    """Number of patches per worker and step in mode weak."""
     total_batch: Annotated[Positive | None, Flag(long="--global-batch")] = None
-    """With mode strong: number of patches per step over all workers (default: --batch times the largest number of
+    """Number of patches per step over all workers in mode strong (default: --batch times the largest number of
     workers)."""
     step_time_s: Annotated[Seconds, Flag(long="--step-time", metavar="SECONDS")] = 0.2
     """Seconds that the simulated accelerator takes for --batch patches; other batches take time in proportion."""
@@ -59,15 +59,15 @@ class ScalingSettings:
     real: bool = False
     """Train for real, with the config's epochs and steps_per_epoch."""
     target_dice: Annotated[float, pydantic.Field(gt=0, le=1)] | None = None
-    """With --real: report the time to this mean Dice."""
+    """Report the time to this mean Dice (needs --real)."""
     run: PathOrUri = ""
-    """With --real: URI or folder to keep the runs in."""
+    """URI or folder to keep the runs in (needs --real)."""
     trials: Annotated[int, pydantic.Field(ge=0)] = 0
     """Number of trials of a search; 0 runs none."""
     concurrent_trials: Annotated[str, Flag(long="--concurrent", metavar="N,N,...")] = "1,2"
-    """With --trials: numbers of trials to run at once."""
+    """Numbers of trials to run at once (needs --trials)."""
     trial_time_s: Annotated[Seconds, Flag(long="--trial-time", metavar="SECONDS")] = 10.0
-    """With --trials: length of a trial in seconds."""
+    """Length of a trial in seconds (needs --trials)."""
     launcher: Literal["ray", "local"] = "ray"
     """ray: as voxlane train --workers. local: processes of this machine, without Ray."""
     address: str | None = None

@@ -43,9 +43,9 @@ class Batch:
     """Patches on the device, and their labels in the form that each variant needs."""
 
     image_BCDHW: Tensor  # noqa: N815
-    """float32"""
+    """Intensities of the patches, float32."""
     label_BDHW: Tensor  # noqa: N815
-    """uint8"""
+    """Class of each voxel, uint8."""
     label_pyramid: tuple[Tensor, ...]
     """int16 (batch, 1, z, y, x), finest first, one per head, as nnU-Net's loader makes them."""
 

@@ -263,8 +263,8 @@ class App:
     """Any other program and its arguments. `torchrun train.py` needs no further options: its ranks find each other.
     voxlane's own commands, such as [voxlane, bench, loading, gs://bucket/data], need no torchrun."""
     run: Bucket | None = None
-    """With command: bucket URI below which the image's own voxlane stores logs and a benchmark's result. With template
-    tensorboard: the run, search or folder of runs to show."""
+    """Bucket URI below which the image's own voxlane stores logs and a benchmark's result (for apps with `command`), or
+    the run, search or folder of runs to show (template tensorboard)."""
     nodes: int = pydantic.Field(default=1, ge=1, le=1000)
     """Number of machines; with rayjob, Ray's workers, in addition to its head."""
     devices_per_node: int = pydantic.Field(default=1, ge=1, le=64)

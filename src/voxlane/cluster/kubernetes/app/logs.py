@@ -48,7 +48,7 @@ class LogQuery:
     since_s: float | None = None
     """Only lines of the last `since_s` seconds; None for all."""
     tail: int | None = None
-    """At most this many last lines of each pod; None for all."""
+    """Number of last lines to show of each pod; None for all."""
     pods: tuple[str, ...] = ()
     """Full or short names of the pods to read; () for all."""
     previous: bool = False

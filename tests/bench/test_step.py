@@ -35,8 +35,8 @@ CPU = torch.device("cpu")
 def narrow(monkeypatch: pytest.MonkeyPatch) -> None:
     """Use networks of the same depth with few channels, and our modules for nnU-Net's network."""
     monkeypatch.setattr(networks, "MLPERF_FEATURES", FEW)
-    shape = step_variants.Topology(features=FEW)
-    monkeypatch.setattr(step_variants, "Topology", lambda: shape)
+    shape = step_variants.NetworkShape(features=FEW)
+    monkeypatch.setattr(step_variants, "NetworkShape", lambda: shape)
     monkeypatch.setattr(step_variants, "nnunet_network", lambda *_: None)
 
 
@@ -207,7 +207,7 @@ def test_nnunets_own_network_is_ours_and_a_head_more() -> None:
     nnunet = step_variants.nnunet_network(1, 3)
     assert nnunet is not None
     plain = step_variants.plain_or_fused("nnunet", 1, 3, fused=False)
-    head = step_variants.Topology().features[4] * 3 + 3
+    head = step_variants.NetworkShape().features[4] * 3 + 3
     counts = [sum(p.numel() for p in network.parameters()) for network in (nnunet, plain)]
     assert counts[0] == counts[1] + head
 

@@ -18,7 +18,7 @@ from voxlane.store.staging import stage as stage_any
 from voxlane.store.staging.local_store import MANIFEST
 from voxlane.volume.case_volumes import CacheLimits, Cases
 from voxlane.volume.prepared_dataset import Prepared
-from voxlane.volume.staged_dataset import StagedDataset, list_training_objects, stage
+from voxlane.volume.staged_dataset import StagedReader, list_training_objects, stage
 
 
 @pytest.fixture(scope="module")
@@ -181,7 +181,7 @@ def test_copy_of_the_whole_dataset_or_its_parent_is_read(prepared: Prepared, tmp
 
 def test_reader_notices_replaced_and_removed_copies(prepared: Prepared, tmp_path: Path) -> None:
     report = stage(prepared, tmp_path / "disk")
-    reader = StagedDataset(tmp_path / "disk", prepared)
+    reader = StagedReader(tmp_path / "disk", prepared)
     first, second = list_training_objects(prepared).objects[:2]
     keys = [f"{tmp_path}/data/{item.name}".lstrip("/") for item in (first, second)]
     assert reader.read(keys[0], first.etag, 0, 4) == Path(report.folder, first.name).read_bytes()[:4]

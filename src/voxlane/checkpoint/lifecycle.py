@@ -34,7 +34,7 @@ from voxlane.errors import (
     VoxlaneError,
 )
 from voxlane.store import ObjectInfo, Store, StoreConfig
-from voxlane.store.uploads import OpenUpload, drop_upload, list_open_uploads
+from voxlane.store.uploads import UnfinishedUpload, drop_upload, list_unfinished_uploads
 
 _FILE_SUFFIXES = (".ckpt", ".pt", ".pth", ".safetensors")
 """Files that are listed even without checksums beside them."""
@@ -303,7 +303,7 @@ class Orphans:
     """Uploads and objects that belong to no checkpoint, left by saves that were killed or interrupted."""
 
     store: Store
-    uploads: tuple[OpenUpload, ...]
+    uploads: tuple[UnfinishedUpload, ...]
     """Uploads that were started and never finished."""
     objects: tuple[ObjectInfo, ...]
     """Data files that no published checkpoint names, and checksums of files that do not exist."""
@@ -325,7 +325,7 @@ def find_orphans(uri: str, config: StoreConfig | None = None, *, older_than_s: f
     `older_than_s` ago. The files of a save that is still running look the same, so do not choose too short a time."""
     store, key = Store.locate(uri, config)
     # Uploads are listed before objects, so that an upload that finishes meanwhile is seen as an object.
-    uploads = _find_open_uploads(store, key)
+    uploads = _find_unfinished_uploads(store, key)
     objects = _find_orphaned_objects(store, key)
     # The files of a folder belong to one save: while the newest is young, none of them is abandoned.
     last_write: dict[str, datetime] = {}
@@ -340,10 +340,10 @@ def find_orphans(uri: str, config: StoreConfig | None = None, *, older_than_s: f
     return Orphans(store, old_uploads, old_objects, younger)
 
 
-def _find_open_uploads(store: Store, key: str) -> list[OpenUpload]:
+def _find_unfinished_uploads(store: Store, key: str) -> list[UnfinishedUpload]:
     """Return the unfinished uploads of `key` and of keys below it."""
     folder = key if not key or key.endswith("/") else key + "/"
-    uploads = [u for u in list_open_uploads(store, key) if u.key == key or u.key.startswith(folder)]
+    uploads = [u for u in list_unfinished_uploads(store, key) if u.key == key or u.key.startswith(folder)]
     if store.scheme == "file":  # on disk only the name tells whether a temporary file belongs to a checkpoint
         return [u for u in uploads if _is_data_file(u.key) or u.key.endswith(_FILE_SUFFIXES)]
     return uploads

@@ -7,7 +7,7 @@ import numpy.typing as npt
 import torch
 from torch.utils.data import get_worker_info
 
-from voxlane.store.counters import FIELDS, KINDS, Counters, Traffic
+from voxlane.store.counters import FIELDS, KINDS, RequestCounters, Traffic
 
 _SLOTS = 257
 """One slot for the main process and one for each worker; workers beyond 256 share slots and may miscount."""
@@ -43,9 +43,9 @@ class SharedCounters:
         worker = get_worker_info()
         return 0 if worker is None else 1 + worker.id % (_SLOTS - 1)
 
-    def for_this_process(self) -> Counters:
+    def for_this_process(self) -> RequestCounters:
         """Return the counters of this process."""
-        return Counters(self._table[self._slot(), :_CELLS].reshape(len(KINDS), len(FIELDS)))
+        return RequestCounters(self._table[self._slot(), :_CELLS].reshape(len(KINDS), len(FIELDS)))
 
     def add_skipped(self) -> None:
         """Count one skipped sample."""
@@ -68,7 +68,7 @@ class SharedCounters:
 
     def traffic(self) -> Traffic:
         """Return the requests and bytes of all processes so far."""
-        return Counters(self._table[:, :_CELLS].sum(axis=0).reshape(len(KINDS), len(FIELDS))).read()
+        return RequestCounters(self._table[:, :_CELLS].sum(axis=0).reshape(len(KINDS), len(FIELDS))).read()
 
     @property
     def epoch(self) -> int:

@@ -23,7 +23,7 @@ from voxlane.errors import (
     RangeError,
 )
 from voxlane.store.config import StoreConfig
-from voxlane.store.counters import Counters
+from voxlane.store.counters import RequestCounters
 from voxlane.store.credentials import open_native, resolve_endpoint
 from voxlane.store.objects import ObjectInfo, changed_error
 from voxlane.store.retry import Retrier
@@ -68,7 +68,7 @@ class Store:
         self.bucket = parsed.bucket
         """Name of the bucket or container; empty for `file`."""
         self.config = config or StoreConfig()
-        self.counters = Counters()
+        self.counters = RequestCounters()
         """Requests, bytes and retries of this store in this process."""
         self._bucket = uris.Uri(parsed.scheme, parsed.bucket, "")
         self._reset()

@@ -62,7 +62,7 @@ class Traffic:
         return "; ".join(rows) or "no requests"
 
 
-class Counters:
+class RequestCounters:
     """Counters in an int64 array of len(KINDS) x len(FIELDS). The array may be shared memory, so that the reads of
     DataLoader workers are counted too."""
 

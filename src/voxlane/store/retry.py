@@ -10,7 +10,7 @@ from typing import TypeVar
 
 from voxlane.errors import StoreError
 from voxlane.store.config import RetryConfig
-from voxlane.store.counters import Counters
+from voxlane.store.counters import RequestCounters
 from voxlane.store.translate import TransientError, is_foreign, translate
 
 _T = TypeVar("_T")
@@ -28,7 +28,7 @@ class Retrier:
         self._config = config
         self._last_warning_s = -_WARNING_INTERVAL_S
 
-    def call(self, kind: str, uri: str, attempt: Callable[[], _T], counters: Counters) -> _T:
+    def call(self, kind: str, uri: str, attempt: Callable[[], _T], counters: RequestCounters) -> _T:
         """Call `attempt` until it succeeds, fails permanently, or the deadline passes; count every attempt."""
         deadline = time.monotonic() + self._config.deadline_s
         delay_s = self._config.initial_delay_s

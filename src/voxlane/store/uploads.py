@@ -27,7 +27,7 @@ _STAGED = re.compile(r"#\d+$")
 
 
 @dataclass(frozen=True)
-class OpenUpload:
+class UnfinishedUpload:
     """An upload that was started and neither finished nor dropped."""
 
     key: str
@@ -46,13 +46,13 @@ def find_leftovers(store: Store, *, older_than_s: float) -> tuple[list[ObjectInf
     return leftovers, len(listed) - len(leftovers)
 
 
-def list_open_uploads(store: Store, prefix: str) -> list[OpenUpload]:
+def list_unfinished_uploads(store: Store, prefix: str) -> list[UnfinishedUpload]:
     """Return the unfinished uploads of keys that start with `prefix`."""
     listings = {"s3": _list_s3, "gs": _list_gcs, "az": _list_azure, "file": _list_local}
     return list(listings[store.scheme](store, prefix)) if store.scheme in listings else []
 
 
-def drop_upload(store: Store, upload: OpenUpload) -> None:
+def drop_upload(store: Store, upload: UnfinishedUpload) -> None:
     """Drop an unfinished upload; it is no error if it no longer exists."""
     if store.scheme == "file":
         store.counters.add("delete")
@@ -78,7 +78,7 @@ def drop_upload(store: Store, upload: OpenUpload) -> None:
                 blob.delete_blob()
 
 
-def _list_s3(store: Store, prefix: str) -> Iterator[OpenUpload]:
+def _list_s3(store: Store, prefix: str) -> Iterator[UnfinishedUpload]:
     bucket = store.bucket
     with _translate_boto3_errors(store):
         pages = s3_client(store.config).get_paginator("list_multipart_uploads").paginate(Bucket=bucket, Prefix=prefix)
@@ -86,7 +86,7 @@ def _list_s3(store: Store, prefix: str) -> Iterator[OpenUpload]:
             store.counters.add("list")
             for upload in page.get("Uploads", []):
                 if upload["Key"].startswith(prefix):
-                    yield OpenUpload(upload["Key"], upload["UploadId"], upload["Initiated"].astimezone(UTC))
+                    yield UnfinishedUpload(upload["Key"], upload["UploadId"], upload["Initiated"].astimezone(UTC))
 
 
 @contextlib.contextmanager
@@ -110,7 +110,7 @@ def _translate_boto3_errors(store: Store) -> Iterator[None]:
         ) from None
 
 
-def _list_gcs(store: Store, prefix: str) -> Iterator[OpenUpload]:
+def _list_gcs(store: Store, prefix: str) -> Iterator[UnfinishedUpload]:
     service = GcsJson(store)
     bucket = uris.quote(store.bucket)
     query = {"prefix": prefix}
@@ -119,26 +119,26 @@ def _list_gcs(store: Store, prefix: str) -> Iterator[OpenUpload]:
         root = ElementTree.fromstring(text)
         for entry in root.iterfind("{*}Upload"):
             started = datetime.fromisoformat(entry.findtext("{*}Initiated", ""))
-            yield OpenUpload(entry.findtext("{*}Key", ""), entry.findtext("{*}UploadId", ""), started)
+            yield UnfinishedUpload(entry.findtext("{*}Key", ""), entry.findtext("{*}UploadId", ""), started)
         if root.findtext("{*}IsTruncated") != "true":
             return
         query["key-marker"] = root.findtext("{*}NextKeyMarker", "")
         query["upload-id-marker"] = root.findtext("{*}NextUploadIdMarker", "")
 
 
-def _list_local(store: Store, prefix: str) -> Iterator[OpenUpload]:
+def _list_local(store: Store, prefix: str) -> Iterator[UnfinishedUpload]:
     folder = "/" + prefix.rpartition("/")[0]
     for path, _, names in os.walk(folder):
         for name in names:
             full = os.path.join(path, name)
             if _STAGED.search(name) and full.lstrip("/").startswith(prefix):
                 started = datetime.fromtimestamp(os.stat(full).st_mtime, UTC)
-                yield OpenUpload(_STAGED.sub("", full).lstrip("/"), full, started)
+                yield UnfinishedUpload(_STAGED.sub("", full).lstrip("/"), full, started)
 
 
-def _list_azure(store: Store, prefix: str) -> Iterator[OpenUpload]:
+def _list_azure(store: Store, prefix: str) -> Iterator[UnfinishedUpload]:
     with azure_container(store.bucket, store.config) as container:
         finished = {blob.name for blob in container.list_blobs(name_starts_with=prefix)}
         for blob in container.list_blobs(name_starts_with=prefix, include=["uncommittedblobs"]):
             if blob.name not in finished:
-                yield OpenUpload(blob.name, "", blob.last_modified or blob.creation_time or datetime.now(UTC))
+                yield UnfinishedUpload(blob.name, "", blob.last_modified or blob.creation_time or datetime.now(UTC))

@@ -15,12 +15,12 @@ import torch
 from voxlane import uri as uris
 from voxlane.dataset.cache import DiskCache
 from voxlane.store import Store
-from voxlane.store.counters import Counters
+from voxlane.store.counters import RequestCounters
 from voxlane.volume import normalise
 from voxlane.volume.grid import Grid
 from voxlane.volume.plan import Triple
 from voxlane.volume.prepared_dataset import Prepared, PreparedCase, as_prefix, case_key
-from voxlane.volume.staged_dataset import StagedDataset
+from voxlane.volume.staged_dataset import StagedReader
 from voxlane.volume.volume_reader import ReadTiming, VolumeCache, VolumeReader
 from voxlane.volume.zarr_array import MAX_GAP_BYTES
 
@@ -108,7 +108,7 @@ class Cases:
             index_bytes=limits.index_bytes,
             max_gap_bytes=max_gap_bytes,
             disk=None if limits.folder is None else DiskCache(limits.folder, limits.disk_bytes),
-            staged=None if limits.staged is None else StagedDataset(limits.staged, prepared),
+            staged=None if limits.staged is None else StagedReader(limits.staged, prepared),
         )
         self.open = lru_cache(_OPEN_CASES)(self._open)
 
@@ -125,7 +125,7 @@ class Cases:
         other threads import modules."""
         self._volumes.store.open_native()
 
-    def count_into(self, counters: Counters) -> None:
+    def count_into(self, counters: RequestCounters) -> None:
         """Count requests in `counters` from now on."""
         self._volumes.store.counters = counters
 

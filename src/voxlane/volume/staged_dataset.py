@@ -63,7 +63,7 @@ class _Copy:
         return name in self.versions and self.versions[name] == strip_quotes(etag)
 
 
-class StagedDataset:
+class StagedReader:
     """A local copy of a dataset. Opened on first use in each process; cheap to pickle and thread-safe. `path` is the
     root passed to `voxlane stage`, or the folder of the copy itself, such as a mount in a container."""
 

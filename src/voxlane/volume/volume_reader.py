@@ -27,7 +27,7 @@ from voxlane.store import Store
 from voxlane.store.ranges import Span, coalesce
 from voxlane.volume import zarr_array
 from voxlane.volume.codec import ChunkCodec, checksum
-from voxlane.volume.staged_dataset import StagedDataset
+from voxlane.volume.staged_dataset import StagedReader
 from voxlane.volume.zarr_array import MAX_GAP_BYTES, ArrayMeta, ChunkPart, Shape
 
 _V = TypeVar("_V")
@@ -79,7 +79,7 @@ class VolumeCache:
     """Largest gap in an object between two chunks that are read in one request."""
     whole_bytes: int = 256 * 1024
     """Objects up to this size are read whole, in one request instead of first the index and then chunks."""
-    staged: StagedDataset | None = None
+    staged: StagedReader | None = None
 
     def __post_init__(self) -> None:
         if min(self.memory_bytes, self.index_bytes, self.max_gap_bytes, self.whole_bytes) < 0:

@@ -15,7 +15,7 @@ from tests.bench.simulator.reference import PlainSharing
 from tests.bench.simulator.scenarios import scenario
 from voxlane.bench.simulator import epoch
 from voxlane.bench.simulator.epoch import SimulatedEpoch, Simulation
-from voxlane.bench.simulator.model import Cluster, Latency, Loader, Network, Round, Scenario, Work
+from voxlane.bench.simulator.model import Latency, Loader, Round, Scenario, SimulatedCluster, SimulatedNetwork, Work
 from voxlane.bench.simulator.simulate import simulate
 from voxlane.errors import ConfigError
 
@@ -62,27 +62,29 @@ def test_rank_without_prefetch_reads_while_it_steps_only_if_the_lane_reads_ahead
 
 
 def test_full_link_delivers_its_bandwidth() -> None:
-    network = Network(stream_bytes_per_s=10.0, link_bytes_per_s=20.0)
+    network = SimulatedNetwork(stream_bytes_per_s=10.0, link_bytes_per_s=20.0)
     result = run(scenario(network=network, loader=Loader(batch=8, in_flight=8), pieces=80))
     assert result.seconds == pytest.approx(800 / 20)
     assert result.max_bytes_per_s == pytest.approx(20)
 
 
 def test_nodes_share_the_bucket() -> None:
-    network = Network(stream_bytes_per_s=10.0, bucket_bytes_per_s=25.0)
-    result = run(scenario(network=network, cluster=Cluster(nodes=5), pieces=50))
+    network = SimulatedNetwork(stream_bytes_per_s=10.0, bucket_bytes_per_s=25.0)
+    result = run(scenario(network=network, cluster=SimulatedCluster(nodes=5), pieces=50))
     assert result.seconds == pytest.approx(500 / 25)
 
 
 def test_cores_are_shared() -> None:
     work = Work.of(Round(0, 0.0), cpu_s=1.0)
-    result = run(scenario(work=work, cluster=Cluster(nodes=1, cores=2), loader=Loader(batch=8, in_flight=8), pieces=40))
+    result = run(
+        scenario(work=work, cluster=SimulatedCluster(nodes=1, cores=2), loader=Loader(batch=8, in_flight=8), pieces=40)
+    )
     assert result.seconds == pytest.approx(40 / 2)
     assert result.cpu_s == pytest.approx(40)
 
 
 def test_throttling_bucket_accepts_its_rate_and_all_requests_arrive() -> None:
-    network = Network(bucket_requests_per_s=10.0)
+    network = SimulatedNetwork(bucket_requests_per_s=10.0)
     result = run(
         scenario(network=network, work=Work.of(Round(5, 50.0)), loader=Loader(batch=4, in_flight=4), pieces=40)
     )
@@ -106,24 +108,26 @@ def test_steps_that_take_no_time_have_no_stall() -> None:
 def test_ranks_that_wait_for_one_another_take_at_least_as_long() -> None:
     latency = Latency(median_s=1.0, p99_s=6.0)
     some = scenario(
-        cluster=Cluster(nodes=8),
-        network=Network(latency=latency),
+        cluster=SimulatedCluster(nodes=8),
+        network=SimulatedNetwork(latency=latency),
         loader=Loader(prefetch=0),
         pieces=160,
         step_time_s=1.0,
     )
     assert run(some).seconds > run(replace(some, sync=False)).seconds
-    same = replace(some, network=Network(latency=Latency(median_s=1.0)))
+    same = replace(some, network=SimulatedNetwork(latency=Latency(median_s=1.0)))
     assert run(same).seconds == pytest.approx(run(replace(same, sync=False)).seconds)
 
 
 def test_uneven_shares_end() -> None:
-    result = run(scenario(cluster=Cluster(nodes=3), loader=Loader(batch=2, workers=2), pieces=19, step_time_s=1.0))
+    result = run(
+        scenario(cluster=SimulatedCluster(nodes=3), loader=Loader(batch=2, workers=2), pieces=19, step_time_s=1.0)
+    )
     assert (result.requests, result.steps) == (19, 4)
 
 
 def test_same_seed_gives_the_same_run() -> None:
-    some = scenario(network=Network(latency=Latency(median_s=1, p99_s=3), stream_bytes_per_s=10.0), pieces=30)
+    some = scenario(network=SimulatedNetwork(latency=Latency(median_s=1, p99_s=3), stream_bytes_per_s=10.0), pieces=30)
     assert run(some) == run(some)
     assert run(some).seconds != run(replace(some, seed=1)).seconds
 
@@ -136,12 +140,12 @@ def test_latency_has_the_median_and_the_percentile_that_were_asked_for() -> None
 
 
 def test_cache_hit_rate_equals_its_share_of_the_data() -> None:
-    some = scenario(cluster=Cluster(nodes=4, cache_bytes=500.0), pieces=400, dataset_bytes=4000.0, epochs=3)
+    some = scenario(cluster=SimulatedCluster(nodes=4, cache_bytes=500.0), pieces=400, dataset_bytes=4000.0, epochs=3)
     rows = simulate(some)
     # Each node reads a quarter of the data in the first epoch, of which its cache keeps half: an eighth of all.
     assert [row["hit_share"] for row in rows] == pytest.approx([0.0, 0.125, 0.125], abs=0.05)
     assert rows[1]["bytes"] == pytest.approx(10 * 400 * (1 - rows[1]["hit_share"]))
-    all_of_it = replace(some, cluster=Cluster(nodes=4, cache_bytes=4000.0))
+    all_of_it = replace(some, cluster=SimulatedCluster(nodes=4, cache_bytes=4000.0))
     assert simulate(all_of_it, warm=True)[0]["requests"] == 0
 
 
@@ -153,8 +157,10 @@ def scenarios(draw: Any) -> Scenario:
     workers = draw(st.integers(0, 2))
     limit = st.one_of(st.floats(2, 40), st.just(math.inf))
     return scenario(
-        cluster=Cluster(nodes=draw(st.integers(1, 3)), ranks=draw(st.integers(1, 2)), cores=draw(st.floats(0.5, 4))),
-        network=Network(
+        cluster=SimulatedCluster(
+            nodes=draw(st.integers(1, 3)), ranks=draw(st.integers(1, 2)), cores=draw(st.floats(0.5, 4))
+        ),
+        network=SimulatedNetwork(
             latency=Latency(median_s=draw(st.sampled_from([0.0, 0.1, 1.0]))),
             stream_bytes_per_s=draw(st.floats(1, 20)),
             link_bytes_per_s=draw(limit),
@@ -205,7 +211,7 @@ def test_requests_that_travel_together_are_those_that_travel_alone_where_latency
 
 def test_requests_that_travel_together_wait_a_little_longer_where_latency_varies() -> None:
     some = scenario(
-        network=Network(latency=Latency(median_s=0.03, p99_s=0.15), stream_bytes_per_s=100e6),
+        network=SimulatedNetwork(latency=Latency(median_s=0.03, p99_s=0.15), stream_bytes_per_s=100e6),
         work=Work.of(Round(20, 2e6)),
         loader=Loader(batch=4, in_flight=8, ahead=True, prefetch=0, connections=64),
         pieces=800,
@@ -218,8 +224,8 @@ def test_requests_that_travel_together_wait_a_little_longer_where_latency_varies
 def test_some_of_many_nodes_behave_as_all(p99_s: float) -> None:
     """Results are equal without random draws and close with them, because fewer ranks wait for a batch."""
     whole = scenario(
-        cluster=Cluster(nodes=48, cores=1),
-        network=Network(
+        cluster=SimulatedCluster(nodes=48, cores=1),
+        network=SimulatedNetwork(
             latency=Latency(median_s=0.05, p99_s=p99_s),
             stream_bytes_per_s=10.0,
             link_bytes_per_s=15.0,
@@ -239,14 +245,14 @@ def test_some_of_many_nodes_behave_as_all(p99_s: float) -> None:
 @pytest.mark.parametrize(
     "wrong",
     [
-        lambda: Cluster(nodes=0),
-        lambda: Cluster(nodes=1, cores=0),
-        lambda: Cluster(nodes=1, cores=math.nan),
-        lambda: Cluster(nodes=1, cache_bytes=-1),
+        lambda: SimulatedCluster(nodes=0),
+        lambda: SimulatedCluster(nodes=1, cores=0),
+        lambda: SimulatedCluster(nodes=1, cores=math.nan),
+        lambda: SimulatedCluster(nodes=1, cache_bytes=-1),
         lambda: Latency(median_s=-1),
         lambda: Latency(median_s=0.1, p99_s=0.01),
-        lambda: Network(link_bytes_per_s=0),
-        lambda: Network(bucket_requests_per_s=math.nan),
+        lambda: SimulatedNetwork(link_bytes_per_s=0),
+        lambda: SimulatedNetwork(bucket_requests_per_s=math.nan),
         lambda: Loader(batch=0),
         lambda: Loader(workers=1, prefetch=0),
         lambda: Round(-1, 0),
@@ -255,7 +261,7 @@ def test_some_of_many_nodes_behave_as_all(p99_s: float) -> None:
         lambda: scenario(step_time_s=-1.0),
         lambda: scenario(step_time_s=math.nan),
         lambda: scenario(pieces=0),
-        lambda: scenario(cluster=Cluster(nodes=5)),
+        lambda: scenario(cluster=SimulatedCluster(nodes=5)),
         lambda: scenario(window_s=0),
     ],
 )

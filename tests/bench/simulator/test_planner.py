@@ -8,12 +8,21 @@ from typing import Any
 import pytest
 
 from voxlane.bench.simulator import planner
-from voxlane.bench.simulator.model import Cluster, Latency, Loader, Network, Prices, Round, Scenario, Work
+from voxlane.bench.simulator.model import (
+    Latency,
+    Loader,
+    Prices,
+    Round,
+    Scenario,
+    SimulatedCluster,
+    SimulatedNetwork,
+    Work,
+)
 from voxlane.errors import ConfigError
 
 EASY = Scenario(
-    cluster=Cluster(nodes=4, ranks=2, cores=16),
-    network=Network(latency=Latency(median_s=0.03, p99_s=0.1), stream_bytes_per_s=100e6, link_bytes_per_s=4e9),
+    cluster=SimulatedCluster(nodes=4, ranks=2, cores=16),
+    network=SimulatedNetwork(latency=Latency(median_s=0.03, p99_s=0.1), stream_bytes_per_s=100e6, link_bytes_per_s=4e9),
     work=Work.of(Round(2, 0.0), Round(10, 2e6), cpu_s=0.03),
     mode="patches",
     loader=Loader(batch=2),
@@ -43,7 +52,7 @@ def test_loader_that_keeps_up() -> None:
         ({"network": replace(EASY.network, link_bytes_per_s=20e6)}, planner.LINK),
         ({"network": replace(EASY.network, bucket_bytes_per_s=80e6)}, planner.BANDWIDTH),
         ({"network": replace(EASY.network, bucket_requests_per_s=480.0)}, planner.REQUESTS),
-        ({"cluster": Cluster(nodes=4, ranks=2, cores=0.3)}, planner.CORES),
+        ({"cluster": SimulatedCluster(nodes=4, ranks=2, cores=0.3)}, planner.CORES),
     ],
 )
 def test_halving_the_bottleneck_halves_the_rate(scarce: dict[str, object], binds: str) -> None:

@@ -25,7 +25,7 @@ from voxlane.dataset.cache import DiskCache
 from voxlane.dataset.reading import ObjectReader
 from voxlane.errors import LayoutError, ScanError
 from voxlane.store import Store, StoreConfig
-from voxlane.store.counters import Counters
+from voxlane.store.counters import RequestCounters
 from voxlane.store.listing import Manifest
 from voxlane.volume.dataset_layouts import LAYOUTS, detect_layout
 from voxlane.volume.formats.nifti import NIFTI_SUFFIXES
@@ -210,7 +210,7 @@ class _RawCases:
         self._store.open_native()
         self._reader = ObjectReader(self._store, self._cache)
 
-    def count_into(self, counters: Counters) -> None:
+    def count_into(self, counters: RequestCounters) -> None:
         """Count requests in `counters` from now on."""
         self._store.counters = counters
 

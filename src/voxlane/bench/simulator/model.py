@@ -156,7 +156,7 @@ class Loader:
 
 
 @record
-class Network:
+class SimulatedNetwork:
     """The network between nodes and bucket, in bytes and requests per second; infinite: no limit."""
 
     latency: Latency = Latency()
@@ -175,7 +175,7 @@ class Network:
 
 
 @record
-class Cluster:
+class SimulatedCluster:
     """The nodes of a cluster."""
 
     nodes: Count
@@ -196,8 +196,8 @@ class Cluster:
 class Scenario:
     """A training run whose steps are pauses."""
 
-    cluster: Cluster
-    network: Network
+    cluster: SimulatedCluster
+    network: SimulatedNetwork
     loader: Loader
     work: Work
     pieces: Positive

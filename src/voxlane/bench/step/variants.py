@@ -26,7 +26,7 @@ _SPACE = (2, 3, 4)
 
 
 @dataclass(frozen=True)
-class Topology:
+class NetworkShape:
     """nnU-Net's plan for patches of 128 cubed (3d_fullres), with the fields of voxlane.volume.plan.Network, which needs
     more packages than torch."""
 
@@ -192,7 +192,7 @@ def plain_or_fused(kind: Kind, channels: int, outputs: int, *, fused: bool) -> n
     """Return our network of a kind, of PyTorch's own modules or of the fused ones."""
     if kind == "mlperf":
         return UNet3D(channels, outputs, fused=fused)
-    return UNet(channels, outputs, cast("Network", Topology()), fused=fused)
+    return UNet(channels, outputs, cast("Network", NetworkShape()), fused=fused)
 
 
 def nnunet_network(channels: int, outputs: int) -> nn.Module | None:
@@ -202,7 +202,7 @@ def nnunet_network(channels: int, outputs: int) -> nn.Module | None:
         weights = importlib.import_module("dynamic_network_architectures.initialization.weight_init")
     except ImportError:
         return None
-    shape = Topology()
+    shape = NetworkShape()
     network: nn.Module = unet.PlainConvUNet(
         input_channels=channels,
         n_stages=len(shape.features),

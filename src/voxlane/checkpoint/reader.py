@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import os
 from collections import OrderedDict
@@ -77,8 +78,10 @@ class ObjectFile(io.RawIOBase):
 
     def _read_block(self, index: int) -> _Block:
         start, stop = self._block_range(index)
-        is_whole = stop - start == self._block_bytes
-        block = self._spare.pop() if is_whole and self._spare else np.empty(stop - start, np.uint8)
+        block = np.empty(stop - start, np.uint8)
+        if len(block) == self._block_bytes:
+            with contextlib.suppress(IndexError):  # another thread may take the last one
+                block = self._spare.pop()
         self._source.read_into(start, block)
         return block
 

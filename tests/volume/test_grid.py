@@ -65,6 +65,7 @@ def test_mlperf_resampling_matches_its_reference() -> None:
     random = np.random.default_rng(4)
     image = random.normal(size=(1, 9, 8, 7)).astype(np.float32)
     label = random.integers(0, 3, (9, 8, 7), np.uint8)
+    image.flags.writeable = label.flags.writeable = False  # as decoded scans are; torch warns about such arrays
     grid_plan = make_test_plan((1.6, 1.2, 1.2), recipe="mlperf-kits19")
     grid = plan_grid(image, (3.0, 0.9, 0.9), grid_plan)
     resized = image_to_grid(image, grid, grid_plan)

@@ -81,7 +81,7 @@ def image_to_grid(image: Array, grid: Grid, plan: Plan) -> npt.NDArray[np.float3
     MLPerf resamples trilinearly with aligned corner voxels, normalises and pads by repeating the outermost voxels."""
     cropped = image[(slice(None), *grid.crop)]
     if plan.recipe == MLPERF_RECIPE:
-        source = torch.from_numpy(np.ascontiguousarray(cropped, np.float32))[None]
+        source = torch.from_numpy(np.require(cropped, np.float32, ["C", "W"]))[None]
         resampled = functional.interpolate(source, grid.shape, mode="trilinear", align_corners=True)[0].numpy()
         return _pad_edges(normalise.apply(resampled, plan.normalisation), grid)
     return resample.to_shape(normalise.apply(cropped, plan.normalisation), grid.shape, nearest_axis=grid.nearest_axis)
@@ -91,7 +91,7 @@ def label_to_grid(label: npt.NDArray[np.uint8], grid: Grid, plan: Plan) -> npt.N
     """Resample `label` (Z, Y, X) to the plan's grid; MLPerf takes the nearest voxels and pads like the image."""
     cropped = label[grid.crop]
     if plan.recipe == MLPERF_RECIPE:
-        source = torch.from_numpy(np.ascontiguousarray(cropped))[None, None]
+        source = torch.from_numpy(np.require(cropped, requirements=["C", "W"]))[None, None]
         return _pad_edges(functional.interpolate(source, grid.shape, mode="nearest")[0, 0].numpy(), grid)
     return resample.label_to_shape(cropped, grid.shape, nearest_axis=grid.nearest_axis)
 

@@ -115,7 +115,7 @@ def test_callback_keeps_its_config_when_another_io_follows(gcs: Bucket) -> None:
 
 def test_removal_waits_until_the_replacement_is_published(gcs: Bucket) -> None:
     io = AsyncBucketCheckpointIO(gcs.config)
-    io.save_checkpoint({"n": 1}, f"{gcs.uri}/run/a.ckpt")
+    BucketCheckpointIO(gcs.config).save_checkpoint({"n": 1}, f"{gcs.uri}/run/a.ckpt")
     io.save_checkpoint({"n": torch.zeros(20 << 20)}, f"{gcs.uri}/run/b.ckpt")
     io.remove_checkpoint(f"{gcs.uri}/run/a.ckpt")
     assert latest(f"{gcs.uri}/run", gcs.config).complete

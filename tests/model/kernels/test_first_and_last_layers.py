@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from voxlane.bench.step.variants import Topology
+from voxlane.bench.step.variants import NetworkShape
 from voxlane.model import layers
 from voxlane.model.kernels.final_conv import final_conv
 from voxlane.model.kernels.loss import dice_ce_sums
@@ -134,8 +134,8 @@ def compute_dtype(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> torc
 
 def make_networks(device: torch.device) -> tuple[UNet, UNet]:
     """Return a network that uses the kernels, and one of plain PyTorch with the same weights."""
-    # Topology needs only torch, like everything else in this test.
-    shape = Topology(features=(32, 32, 40), strides=((1, 1, 1), (1, 2, 2), (2, 2, 2)), kernels=((3, 3, 3),) * 3)
+    # NetworkShape needs only torch, like everything else in this test.
+    shape = NetworkShape(features=(32, 32, 40), strides=((1, 1, 1), (1, 2, 2), (2, 2, 2)), kernels=((3, 3, 3),) * 3)
     topology = cast("Network", shape)
     fused, plain = (UNet(1, 3, topology, fused=fused).to(device) for fused in (True, False))
     plain.load_state_dict(fused.state_dict())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -26,6 +27,9 @@ from voxlane.uri import parse
 # The duration of an example depends on the load of the machine.
 hypothesis.settings.register_profile("voxlane", deadline=None)
 hypothesis.settings.load_profile("voxlane")
+
+# A shell starts background jobs with SIGINT ignored. Programs that the tests start and interrupt would inherit that.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 if not torch.cuda.is_available():
     # Triton's interpreter then runs the kernels on the CPU. Triton reads this when it is first imported.

@@ -103,8 +103,6 @@ def test_interrupted_deploy_leaves_nothing(
         stderr=subprocess.STDOUT,
         text=True,
         env=os.environ,
-        # A test run in the background ignores SIGINT, and so would its children.
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     data(phase="Staging", progress="10%")
     for number in numbers:

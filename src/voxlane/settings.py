@@ -241,7 +241,7 @@ def _config_error(
             return ConfigError(f"{name}: no such field{rest}", uri=origin, fix=_suggest_fix(name, cls))
         case "missing" if isinstance(first["loc"][-1], int):
             field = name.removesuffix(f".{first['loc'][-1]}")
-            return ConfigError(f"{field}: too few values, {len(first['input'])}{rest}", uri=origin)
+            return ConfigError(f"{field}: expected more than {len(first['input'])} values{rest}", uri=origin)
         case "missing" | "missing_argument":
             return ConfigError(f"{name}: missing{rest}", uri=origin)
     own_error = first.get("ctx", {}).get("error")

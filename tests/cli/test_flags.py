@@ -189,6 +189,10 @@ def test_every_flag_has_help() -> None:
         (["--verison"], "voxlane: unknown option '--verison'. Did you mean --version?"),
         (["bench", "--hlep"], "voxlane bench: unknown option '--hlep'. Did you mean --help?"),
         (["train", "--hlep"], "voxlane train: unknown option --hlep. Did you mean --help?"),
+        (
+            ["train", "d", "--run", "r", "--epochs", "2"],
+            "unknown option --epochs: epochs is a config field, write epochs=VALUE",
+        ),
         (["app", "depoly"], "voxlane app: unknown command 'depoly'. Did you mean deploy?"),
         (["checkpoint", "zzz"], "Choose from: ls, latest, verify, rm, gc, cp"),
         (["train", "d", "--rum", "r"], "voxlane train: "),

@@ -1,5 +1,5 @@
 """`voxlane app`: a training app on Kubernetes. This module: its folder, image, manifests and the entry point of its
-containers; `app_cluster` and `app_logs`: the app in a cluster."""
+containers; `app_cluster`: the app in a cluster."""
 
 from __future__ import annotations
 
@@ -51,7 +51,8 @@ class FolderOptions:
 class AppInitCommand:
     """Create the folder of an app from a template.
 
-    Create a folder with app.yaml, the one file to edit, and a Dockerfile.
+    Create a folder with app.yaml, which describes the app, and the files that it uses, such as a Dockerfile and the
+    config of the training.
 
     Examples:
       voxlane app init kits19
@@ -230,7 +231,7 @@ def check_search_space(values: Mapping[str, Any], origin: str) -> None:
 class AppEntryCommand(StoreOptions):
     """Run a command as the first process of a container.
 
-    Pass the output and signals of COMMAND on, archive the output below --logs, and end with its status. Values of
+    Forward COMMAND's output and signals, archive the output below --logs, and end with its status. Values of
     variables that look secret are printed as ***.
     """
 

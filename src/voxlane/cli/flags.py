@@ -38,6 +38,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pkgutil import resolve_name
 from typing import Annotated, Any, Literal, get_args, get_origin
 
 import cyclopts
@@ -256,6 +257,12 @@ class CommandParser:
         return " ".join(str(error).split())
 
     def _explain_unknown(self, flag: str) -> str:
+        field, config_class = (
+            flag.removeprefix("--").replace("-", "_"),
+            getattr(self.command_class, "config_class", None),
+        )
+        if config_class and field in settings.record_fields(resolve_name(config_class)):
+            return f"unknown option {flag}: {field} is a config field, write {field}=VALUE"
         flags = ["--help", *(name for option in self._options for name in option.names if not option.flag.hidden)]
         return f"unknown option {flag}{did_you_mean(flag, flags)}"
 

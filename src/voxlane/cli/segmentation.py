@@ -211,7 +211,10 @@ def _parse_folds(text: str, prepared: Prepared) -> list[int]:
     except ValueError:
         raise ConfigError(f"--folds {text}", fix="Give all, or numbers such as 0,2") from None
     if not set(folds) <= set(existing) or len(set(folds)) < len(folds):
-        raise ConfigError(f"--folds {text}", fix=f"Give each once, of {','.join(map(str, existing))}")
+        raise ConfigError(
+            f"--folds {text}: a fold is listed twice or has no cases",
+            fix=f"Choose from {', '.join(map(str, existing))}",
+        )
     return folds
 
 

@@ -129,7 +129,7 @@ def history_chart(search: Search) -> Markup:
     x = draw.round_axis("trial", trials[0].number - 0.5, trials[-1].number + 0.5, 7, integer=True)
     y = dice_axis([t.score for t in trials if t.score is not None])
     complete = all(t.score is not None for t in trials)
-    plot = Plot(height=_HEIGHT, left=46, bottom=40, strip=0 if complete else STRIP)
+    plot = Plot(height=_HEIGHT, left=58, bottom=40, strip=0 if complete else STRIP)
 
     def place(trial: Trial) -> tuple[float, float]:
         position = y.position(trial.score)
@@ -160,7 +160,7 @@ def curve_chart(search: Search, rungs: Sequence[int] = ()) -> Markup:
     longest = max(epoch for t in drawn for epoch, _ in t.curve)
     x = draw.round_axis("epochs", 0, max(longest, 1), 7, integer=True)
     y = dice_axis([dice for t in drawn for _, dice in t.curve])
-    plot = Plot(height=_HEIGHT, left=46, bottom=40)
+    plot = Plot(height=_HEIGHT, left=58, bottom=40)
     parts = [*plot.draw_y(y), *plot.draw_x(x, "epochs trained")]
     parts += [plot.draw_mark(x.position(rung) or 0.0) for rung in rungs if rung < longest]
     for trial in sorted(drawn, key=lambda t: (t is search.best, _DRAWING_ORDER[t.state], t.number)):
@@ -183,7 +183,7 @@ def field_chart(search: Search, axis: Axis) -> Markup:
         return Markup()
     unscored = [t for t in placed if t.score is None]
     y = dice_axis([t.score or 0.0 for t in scored])
-    plot = Plot(_SMALL_WIDTH, _SMALL_HEIGHT, left=46, bottom=40, strip=STRIP if unscored else 0)
+    plot = Plot(_SMALL_WIDTH, _SMALL_HEIGHT, left=58, bottom=40, strip=STRIP if unscored else 0)
     parts = [*plot.draw_y(y), *plot.draw_x(axis)]
     counts: dict[str, int] = {}
     for trial in [*unscored, *scored]:

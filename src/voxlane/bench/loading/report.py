@@ -196,7 +196,10 @@ def explain(result: dict[str, Any]) -> list[str]:
         sentences.append("this server has no counters: bytes are those that the client received")
     if compared := result.get("comparison"):
         samples = "the same cases in the same order" if compared["same_samples"] else "different samples"
-        bytes_ratio = "no bytes" if compared["bytes_ratio"] is None else f"{compared['bytes_ratio']:.1f}x fewer bytes"
+        ratio = compared["bytes_ratio"]
+        bytes_ratio = "no bytes"
+        if ratio:
+            bytes_ratio = f"{ratio:.1f}x fewer bytes" if ratio >= 1 else f"{1 / ratio:.1f}x more bytes"
         sentences.append(
             f"patches against whole-object, {samples}: {bytes_ratio} (counted by the {compared['counted_by']}), "
             f"{compared['samples_per_s_ratio']:.1f}x the samples/s ({compared['samples_per_s_ratio_min']:.1f} to "

@@ -15,7 +15,7 @@ from tests.bench.simulator.reference import PlainSharing
 from tests.bench.simulator.scenarios import scenario
 from voxlane.bench.simulator import epoch
 from voxlane.bench.simulator.epoch import SimulatedEpoch, Simulation
-from voxlane.bench.simulator.model import Latency, Loader, Round, Scenario, SimulatedCluster, SimulatedNetwork, Work
+from voxlane.bench.simulator.model import Latency, Loader, Round, Scenario, SimulatedCluster, StorageNetwork, Work
 from voxlane.bench.simulator.simulate import simulate
 from voxlane.errors import ConfigError
 
@@ -62,14 +62,14 @@ def test_rank_without_prefetch_reads_while_it_steps_only_if_the_lane_reads_ahead
 
 
 def test_full_link_delivers_its_bandwidth() -> None:
-    network = SimulatedNetwork(stream_bytes_per_s=10.0, link_bytes_per_s=20.0)
+    network = StorageNetwork(stream_bytes_per_s=10.0, link_bytes_per_s=20.0)
     result = run(scenario(network=network, loader=Loader(batch=8, in_flight=8), pieces=80))
     assert result.seconds == pytest.approx(800 / 20)
     assert result.max_bytes_per_s == pytest.approx(20)
 
 
 def test_nodes_share_the_bucket() -> None:
-    network = SimulatedNetwork(stream_bytes_per_s=10.0, bucket_bytes_per_s=25.0)
+    network = StorageNetwork(stream_bytes_per_s=10.0, bucket_bytes_per_s=25.0)
     result = run(scenario(network=network, cluster=SimulatedCluster(nodes=5), pieces=50))
     assert result.seconds == pytest.approx(500 / 25)
 
@@ -84,7 +84,7 @@ def test_cores_are_shared() -> None:
 
 
 def test_throttling_bucket_accepts_its_rate_and_all_requests_arrive() -> None:
-    network = SimulatedNetwork(bucket_requests_per_s=10.0)
+    network = StorageNetwork(bucket_requests_per_s=10.0)
     result = run(
         scenario(network=network, work=Work.of(Round(5, 50.0)), loader=Loader(batch=4, in_flight=4), pieces=40)
     )
@@ -109,13 +109,13 @@ def test_ranks_that_wait_for_one_another_take_at_least_as_long() -> None:
     latency = Latency(median_s=1.0, p99_s=6.0)
     some = scenario(
         cluster=SimulatedCluster(nodes=8),
-        network=SimulatedNetwork(latency=latency),
+        network=StorageNetwork(latency=latency),
         loader=Loader(prefetch=0),
         pieces=160,
         step_time_s=1.0,
     )
     assert run(some).seconds > run(replace(some, sync=False)).seconds
-    same = replace(some, network=SimulatedNetwork(latency=Latency(median_s=1.0)))
+    same = replace(some, network=StorageNetwork(latency=Latency(median_s=1.0)))
     assert run(same).seconds == pytest.approx(run(replace(same, sync=False)).seconds)
 
 
@@ -127,7 +127,7 @@ def test_uneven_shares_end() -> None:
 
 
 def test_same_seed_gives_the_same_run() -> None:
-    some = scenario(network=SimulatedNetwork(latency=Latency(median_s=1, p99_s=3), stream_bytes_per_s=10.0), pieces=30)
+    some = scenario(network=StorageNetwork(latency=Latency(median_s=1, p99_s=3), stream_bytes_per_s=10.0), pieces=30)
     assert run(some) == run(some)
     assert run(some).seconds != run(replace(some, seed=1)).seconds
 
@@ -160,7 +160,7 @@ def scenarios(draw: Any) -> Scenario:
         cluster=SimulatedCluster(
             nodes=draw(st.integers(1, 3)), ranks=draw(st.integers(1, 2)), cores=draw(st.floats(0.5, 4))
         ),
-        network=SimulatedNetwork(
+        network=StorageNetwork(
             latency=Latency(median_s=draw(st.sampled_from([0.0, 0.1, 1.0]))),
             stream_bytes_per_s=draw(st.floats(1, 20)),
             link_bytes_per_s=draw(limit),
@@ -211,7 +211,7 @@ def test_requests_that_travel_together_are_those_that_travel_alone_where_latency
 
 def test_requests_that_travel_together_wait_a_little_longer_where_latency_varies() -> None:
     some = scenario(
-        network=SimulatedNetwork(latency=Latency(median_s=0.03, p99_s=0.15), stream_bytes_per_s=100e6),
+        network=StorageNetwork(latency=Latency(median_s=0.03, p99_s=0.15), stream_bytes_per_s=100e6),
         work=Work.of(Round(20, 2e6)),
         loader=Loader(batch=4, in_flight=8, ahead=True, prefetch=0, connections=64),
         pieces=800,
@@ -225,7 +225,7 @@ def test_some_of_many_nodes_behave_as_all(p99_s: float) -> None:
     """Results are equal without random draws and close with them, because fewer ranks wait for a batch."""
     whole = scenario(
         cluster=SimulatedCluster(nodes=48, cores=1),
-        network=SimulatedNetwork(
+        network=StorageNetwork(
             latency=Latency(median_s=0.05, p99_s=p99_s),
             stream_bytes_per_s=10.0,
             link_bytes_per_s=15.0,
@@ -251,8 +251,8 @@ def test_some_of_many_nodes_behave_as_all(p99_s: float) -> None:
         lambda: SimulatedCluster(nodes=1, cache_bytes=-1),
         lambda: Latency(median_s=-1),
         lambda: Latency(median_s=0.1, p99_s=0.01),
-        lambda: SimulatedNetwork(link_bytes_per_s=0),
-        lambda: SimulatedNetwork(bucket_requests_per_s=math.nan),
+        lambda: StorageNetwork(link_bytes_per_s=0),
+        lambda: StorageNetwork(bucket_requests_per_s=math.nan),
         lambda: Loader(batch=0),
         lambda: Loader(workers=1, prefetch=0),
         lambda: Round(-1, 0),

@@ -15,14 +15,14 @@ from voxlane.bench.simulator.model import (
     Round,
     Scenario,
     SimulatedCluster,
-    SimulatedNetwork,
+    StorageNetwork,
     Work,
 )
 from voxlane.errors import ConfigError
 
 EASY = Scenario(
     cluster=SimulatedCluster(nodes=4, ranks=2, cores=16),
-    network=SimulatedNetwork(latency=Latency(median_s=0.03, p99_s=0.1), stream_bytes_per_s=100e6, link_bytes_per_s=4e9),
+    network=StorageNetwork(latency=Latency(median_s=0.03, p99_s=0.1), stream_bytes_per_s=100e6, link_bytes_per_s=4e9),
     work=Work.of(Round(2, 0.0), Round(10, 2e6), cpu_s=0.03),
     mode="patches",
     loader=Loader(batch=2),

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from voxlane.bench.report import load_result, median_or_none, summarize
-from voxlane.bench.simulator.model import Latency, Loader, Round, Scenario, SimulatedCluster, SimulatedNetwork, Work
+from voxlane.bench.simulator.model import Latency, Loader, Round, Scenario, SimulatedCluster, StorageNetwork, Work
 from voxlane.bench.simulator.public_benchmark import INDEX_REQUESTS
 from voxlane.bench.simulator.simulate import simulate
 from voxlane.errors import ConfigError
@@ -110,7 +110,7 @@ def scenario_of(path: str, result: dict[str, Any], epoch: dict[str, Any]) -> Sce
             ranks=settings["ranks"] * settings["nodes"] // hosts,
             cores=float(result["hardware"].get("cores") or math.inf),
         ),
-        network=SimulatedNetwork(
+        network=StorageNetwork(
             latency=Latency(median_s=faults["latency_s"], jitter_s=faults["jitter_s"]),
             stream_bytes_per_s=faults["bandwidth_bytes_per_s"] or math.inf,
             bucket_bytes_per_s=faults.get("total_bandwidth_bytes_per_s") or math.inf,

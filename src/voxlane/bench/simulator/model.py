@@ -156,7 +156,7 @@ class Loader:
 
 
 @record
-class SimulatedNetwork:
+class StorageNetwork:
     """The network between nodes and bucket, in bytes and requests per second; infinite: no limit."""
 
     latency: Latency = Latency()
@@ -197,7 +197,7 @@ class Scenario:
     """A training run whose steps are pauses."""
 
     cluster: SimulatedCluster
-    network: SimulatedNetwork
+    network: StorageNetwork
     loader: Loader
     work: Work
     pieces: Positive

@@ -12,7 +12,7 @@ import pydantic
 from voxlane.bench.field_types import SIZE, Count, CountOrZero, Limit, NotNegative, Positive, Seconds, default_size
 from voxlane.bench.scaling.settings import parse_counts
 from voxlane.bench.simulator import measured_runs, public_benchmark
-from voxlane.bench.simulator.model import Latency, Loader, Prices, Scenario, SimulatedCluster, SimulatedNetwork, Work
+from voxlane.bench.simulator.model import Latency, Loader, Prices, Scenario, SimulatedCluster, StorageNetwork, Work
 from voxlane.errors import ConfigError
 from voxlane.settings import Flag, PathOrUri, record
 
@@ -151,11 +151,11 @@ class SimulatorSettings:
         return Prices(usd_per_10k_requests=self.usd_per_10k_requests, usd_per_gb=self.usd_per_gb)
 
     @cached_property
-    def network(self) -> SimulatedNetwork:
+    def network(self) -> StorageNetwork:
         """The network and the bucket."""
         latency = Latency(median_s=self.latency_ms / 1e3, p99_s=self.latency_p99_ms / 1e3)
         fitted = public_benchmark.fit_rates(latency)
-        return SimulatedNetwork(
+        return StorageNetwork(
             latency=latency,
             stream_bytes_per_s=_parse_rate(self.stream_mb, 1e6, fitted["stream_bytes_per_s"]),
             link_bytes_per_s=_parse_rate(self.link_gbps, 1e9 / 8, math.inf),

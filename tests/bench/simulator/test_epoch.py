@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from tests.bench.simulator.reference import PlainSharing
@@ -191,9 +191,28 @@ def test_every_byte_is_read_once(some: Scenario) -> None:
     assert result.seconds >= result.steps * some.step_time_s - 1e-9
 
 
+def depends_on_a_tie(some: Scenario) -> bool:
+    """Return whether tiny changes of the rates change the epoch: two things then happen at the same time, their order
+    matters, and rounding decides it."""
+
+    def run_scaled(change: float) -> float:
+        network, cluster = some.network, some.cluster
+        network = replace(
+            network,
+            stream_bytes_per_s=network.stream_bytes_per_s * (1 + change),
+            link_bytes_per_s=network.link_bytes_per_s * (1 + 2 * change),
+            bucket_bytes_per_s=network.bucket_bytes_per_s * (1 + 3 * change),
+        )
+        cluster = replace(cluster, cores=cluster.cores * (1 - change))
+        return run(replace(some, network=network, cluster=cluster)).seconds
+
+    return run_scaled(1e-7) != pytest.approx(run_scaled(-1e-7), rel=1e-5)
+
+
 @settings(max_examples=25, deadline=None)
 @given(scenarios())
 def test_clocks_give_the_epoch_that_plain_sharing_gives(some: Scenario) -> None:
+    assume(not depends_on_a_tie(some))
     fast = run(some)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(epoch, "FairSharing", PlainSharing)
@@ -205,6 +224,7 @@ def test_clocks_give_the_epoch_that_plain_sharing_gives(some: Scenario) -> None:
 @settings(max_examples=25, deadline=None)
 @given(scenarios())
 def test_requests_that_travel_together_are_those_that_travel_alone_where_latency_is_constant(some: Scenario) -> None:
+    assume(not depends_on_a_tie(some))
     together, alone = run(some), run(replace(some, coalesce=False))
     assert together.seconds == pytest.approx(alone.seconds, rel=1e-6)
 

@@ -240,8 +240,9 @@ def _config_error(
         case "unexpected_keyword_argument" | "extra_forbidden":
             return ConfigError(f"{name}: no such field{rest}", uri=origin, fix=_suggest_fix(name, cls))
         case "missing" if isinstance(first["loc"][-1], int):
-            field = name.removesuffix(f".{first['loc'][-1]}")
-            return ConfigError(f"{field}: expected more than {len(first['input'])} values{rest}", uri=origin)
+            field, count = name.removesuffix(f".{first['loc'][-1]}"), len(first["input"])
+            lacking = sum(e["type"] == "missing" and e["loc"][:-1] == first["loc"][:-1] for e in error.errors())
+            return ConfigError(f"{field}: expected {count + lacking} values, got {count}", uri=origin)
         case "missing" | "missing_argument":
             return ConfigError(f"{name}: missing{rest}", uri=origin)
     own_error = first.get("ctx", {}).get("error")

@@ -210,11 +210,11 @@ def _parse_folds(text: str, prepared: Prepared) -> list[int]:
         folds = [int(part) for part in text.split(",")]
     except ValueError:
         raise ConfigError(f"--folds {text}", fix="Give all, or numbers such as 0,2") from None
-    if not set(folds) <= set(existing) or len(set(folds)) < len(folds):
-        raise ConfigError(
-            f"--folds {text}: a fold is listed twice or has no cases",
-            fix=f"Choose from {', '.join(map(str, existing))}",
-        )
+    if empty := set(folds) - set(existing):
+        fix = f"Choose from {', '.join(map(str, existing))}"
+        raise ConfigError(f"--folds {text}: fold {min(empty)} has no cases", fix=fix)
+    if len(set(folds)) < len(folds):
+        raise ConfigError(f"--folds {text}: a fold is listed twice", fix="List each fold once")
     return folds
 
 

@@ -13,6 +13,7 @@ from botocore.config import Config
 from google.auth.credentials import AnonymousCredentials
 from obstore.store import GCSStore, S3Store
 
+from tests.servers import fake_gcs_server
 from voxlane.testing import Emulator
 
 with warnings.catch_warnings():
@@ -21,6 +22,7 @@ with warnings.catch_warnings():
     from google.cloud import storage
 
 BUCKET = "bkt"
+pytest.register_assert_rewrite("tests.testing.conformance")
 
 
 @pytest.fixture
@@ -35,6 +37,12 @@ def s3(emulator: Emulator) -> Iterator[Any]:
     )
     yield client
     client.close()
+
+
+@pytest.fixture(scope="session")
+def fake_gcs_url() -> Iterator[str]:
+    with fake_gcs_server() as url:
+        yield url
 
 
 @pytest.fixture

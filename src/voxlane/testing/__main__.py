@@ -117,7 +117,7 @@ def main(argv: Sequence[str] | None = None, *, program: str = "python -m voxlane
         pass
     except (OSError, OverflowError) as error:
         raise SystemExit(
-            f"The emulator cannot serve on port {arguments.port}: {error}. Choose another --port"
+            f"The emulator cannot serve on port {arguments.port}: {str(error).rstrip('.')}. Choose another --port"
         ) from None
     # Freeing a million keys one by one at exit would take seconds for nothing.
     sys.stdout.flush()

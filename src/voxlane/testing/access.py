@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from voxlane.testing.counters import Kind
 from voxlane.testing.errors import RequestError
-from voxlane.testing.request_parsing import ApiRequest
+from voxlane.testing.request_parsing import ApiRequest, XmlDialect
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -24,7 +24,13 @@ class Access:
     """GCS permission names, such as ``storage.objects.create``. ``testIamPermissions`` does not return
     them, and requests of any dialect that need one get 403."""
 
+    anonymous_dialect: XmlDialect = "gcs"
+    """Service that an XML request is meant for when it has no credentials and no header of either service, such as one
+    of obstore with ``skip_signature``: ``"gcs"`` or ``"s3"``."""
+
     def __post_init__(self) -> None:
+        if self.anonymous_dialect not in ("gcs", "s3"):
+            raise ValueError(f"anonymous_dialect: expected 'gcs' or 's3', got {self.anonymous_dialect!r}")
         object.__setattr__(self, "denied_permissions", frozenset(self.denied_permissions))  # JSON has a list
 
 
@@ -42,9 +48,20 @@ _REQUIRED_PERMISSIONS: dict[Kind, str] = {
 
 def check_access(access: Access, request: ApiRequest) -> None:
     """Raise 401 or 403 unless a request has the required credentials and permissions."""
+    if access.bearer_token is not None or access.access_key_id is not None:
+        _check_credentials(access, request)
+    permission = _REQUIRED_PERMISSIONS.get(request.kind)
+    if permission in access.denied_permissions:
+        raise RequestError(403, "AccessDenied", f"The caller does not have {permission} access")
+
+
+def _check_credentials(access: Access, request: ApiRequest) -> None:
     authorization = request.headers.get("Authorization", "")
-    # An anonymous XML request may be meant for either service. If only a token is configured, it needs the token.
-    if request.dialect == "s3" and (authorization or access.access_key_id or not access.bearer_token):
+    if request.dialect != "json" and not authorization and not _parse_access_key_id(authorization, request):
+        # It may be meant for either service, so it is denied if either requires credentials.
+        message = f"Anonymous caller does not have {_REQUIRED_PERMISSIONS.get(request.kind, 'storage')} access"
+        raise RequestError(403, "AccessDenied", message)
+    if request.dialect == "s3":
         if access.access_key_id is not None:
             _check_access_key(access.access_key_id, _parse_access_key_id(authorization, request))
     elif access.bearer_token is not None and authorization != f"Bearer {access.bearer_token}":
@@ -53,9 +70,6 @@ def check_access(access: Access, request: ApiRequest) -> None:
             message, reason = "Anonymous caller does not have access", "required"
         head = 'WWW-Authenticate: Bearer realm="https://accounts.google.com/"\r\n'
         raise RequestError(401, "AuthenticationRequired", message, reason, head=head)
-    permission = _REQUIRED_PERMISSIONS.get(request.kind)
-    if permission in access.denied_permissions:
-        raise RequestError(403, "AccessDenied", f"The caller does not have {permission} access")
 
 
 def _check_access_key(expected: str, access_key_id: str) -> None:

@@ -63,14 +63,16 @@ class Admin:
     def _do_put_bucket(self, bucket: str) -> None:
         self._objects.create(bucket, exist_ok=True)
 
-    def _do_post_objects(self, body: bytes, bucket: str) -> None:
+    def _do_post_objects(self, body: bytes, bucket: str, storage_class: str) -> None:
         """Store objects; the body is a line of JSON, ``[[key, size in bytes], ...]``, and then all contents."""
         target = self._objects.require(bucket)
+        storage_class = storage_class or target.storage_class
         offset = body.index(b"\n") + 1
         for key, size in json.loads(body[:offset]):
             data = body[offset : offset + size]
             offset += size
-            target.put(StoredObject(key, Blob(data), hashlib.md5(data).digest(), self._objects.next_generation()))
+            md5, generation = hashlib.md5(data).digest(), self._objects.next_generation()
+            target.put(StoredObject(key, Blob(data), md5, generation, storage_class=storage_class))
 
     def _do_get_objects(self, bucket: str, prefix: str) -> list[str]:
         return [key for key in self._objects.require(bucket).keys() if key.startswith(prefix)]
@@ -89,7 +91,7 @@ class Admin:
             raise ValueError("give either size_bytes or like, not both")
         keys = [key.format(number) for number in range(int(first), int(first) + int(count))]
         size = source.body.size if source else int(size_bytes)
-        target.fill(keys, SyntheticFill(size, self._objects.next_generation(), source))
+        target.fill(keys, SyntheticFill(size, self._objects.next_generation(), target.storage_class, source))
         return len(keys)
 
     def _do_get_uploads(self, bucket: str) -> list[dict[str, Any]]:

@@ -141,18 +141,18 @@ class Emulator:
         """Create an empty bucket; do nothing if it exists."""
         self._request("PUT", "bucket", bucket=bucket)
 
-    def put(self, bucket: str, key: str, data: bytes) -> None:
-        """Store one object."""
-        self.put_many(bucket, {key: data})
+    def put(self, bucket: str, key: str, data: bytes, *, storage_class: str = "") -> None:
+        """Store one object; its storage class is by default that of the bucket, which is STANDARD unless changed."""
+        self.put_many(bucket, {key: data}, storage_class=storage_class)
 
-    def put_many(self, bucket: str, contents: Mapping[str, bytes]) -> None:
+    def put_many(self, bucket: str, contents: Mapping[str, bytes], *, storage_class: str = "") -> None:
         """Store objects by key, with one request per 64 MiB."""
         ends = accumulate(map(len, contents.values()))
         for _, group in groupby(zip(contents, ends, strict=True), lambda item: item[1] // _SEND_BYTES):
             keys = [key for key, _ in group]
             header = json.dumps([[key, len(contents[key])] for key in keys]).encode()
             body = b"".join([header, b"\n", *map(contents.__getitem__, keys)])
-            self._request("POST", "objects", body, bucket=bucket)
+            self._request("POST", "objects", body, bucket=bucket, storage_class=storage_class)
 
     def get(self, bucket: str, key: str) -> bytes:
         """Return the content of an object; raise KeyError if it does not exist."""

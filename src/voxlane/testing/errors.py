@@ -11,6 +11,7 @@ _REASONS = {
     412: "conditionNotMet",
     416: "requestedRangeNotSatisfiable",
     429: "rateLimitExceeded",
+    501: "notImplemented",
 }
 _INJECTED_CODES = {
     403: "AccessDenied",
@@ -52,6 +53,11 @@ def precondition_failed(condition: str) -> RequestError:
 def invalid(message: str, code: str = "InvalidArgument") -> RequestError:
     """Return the error for an invalid request."""
     return RequestError(400, code, message)
+
+
+def not_implemented(feature: str) -> RequestError:
+    """Return the error for a feature of the services that the emulator does not have."""
+    return RequestError(501, "NotImplemented", f"The emulator does not implement {feature}")
 
 
 def unsatisfiable(size: int) -> RequestError:

@@ -6,7 +6,6 @@ import base64
 import hashlib
 import secrets
 import time
-import zlib
 from bisect import bisect_left, insort
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -19,6 +18,8 @@ from voxlane.testing.bodies import Body, Joined, Synthetic
 
 # Above this many new keys, sorting the list is cheaper than inserting each of them.
 _INSERT_ONE_BY_ONE = 64
+STANDARD = "STANDARD"
+"""Storage class of objects for which neither the request nor the bucket has another."""
 EMPTY_MD5 = hashlib.md5(b"").digest()
 
 
@@ -43,12 +44,16 @@ class StoredObject:
     """Time of the last change in seconds since 1970, by default that of creation."""
     component_count: int | None = None
     has_crc32c: bool = True
+    storage_class: str = STANDARD
+    class_updated_s: float = 0.0
+    """Time of the last change of the storage class in seconds since 1970, by default that of creation."""
     rendered: dict[str, str] = field(default_factory=dict)
     """Cache of texts that the dialects render for listings and reads."""
     _crc32c: str | None = None
 
     def __post_init__(self) -> None:
         self.updated_s = self.updated_s or self.created_s
+        self.class_updated_s = self.class_updated_s or self.created_s
         self.etag = self.etag or f'"{f"-{self.json_etag}" if self.md5 is None else self.md5.hex()}"'
 
     @property
@@ -59,7 +64,7 @@ class StoredObject:
     def copy(self, key: str, generation: int, **changes: Any) -> StoredObject:
         """Return a new object with the same content and metadata, except for ``changes`` of its fields."""
         copies = {"headers": dict(self.headers), "metadata": dict(self.metadata), "rendered": {}}
-        reset = {"metageneration": 1, "updated_s": 0.0}
+        reset = {"metageneration": 1, "updated_s": 0.0, "class_updated_s": 0.0}
         return replace(self, key=key, generation=generation, **(copies | reset | changes))
 
     def crc32c(self) -> str | None:
@@ -73,7 +78,7 @@ class StoredObject:
                 # The extension accepts only bytes; the view of a complete bytes object provides it without a copy.
                 data = view.obj if isinstance(view.obj, bytes) and view.nbytes == len(view.obj) else bytes(view)
                 crc = google_crc32c.extend(crc, data)
-            self._crc32c = base64.b64encode(crc.to_bytes(4)).decode()
+            self._crc32c = format_crc32c(crc)
         return self._crc32c
 
     def hashes(self) -> dict[str, str]:
@@ -83,8 +88,12 @@ class StoredObject:
 
     @property
     def json_etag(self) -> str:
-        """Opaque entity tag of the JSON API, which changes with content and metadata."""
-        return base64.b64encode(f"{self.generation:x}/{self.metageneration:x}".encode()).decode()
+        """Entity tag of the JSON API, which changes with content and metadata.
+
+        As in GCS, it is the protocol-buffer encoding of generation and metageneration.
+        """
+        tag = b"\x08" + _encode_varint(self.generation) + b"\x10" + _encode_varint(self.metageneration)
+        return base64.b64encode(tag).decode()
 
     @property
     def content_type(self) -> str:
@@ -98,27 +107,22 @@ class SyntheticFill:
 
     size: int
     generation: int
+    storage_class: str = STANDARD
     like: StoredObject | None = None
     """Object whose content they share; None if each has its own synthetic content."""
     rendered: dict[str, str] = field(default_factory=dict)
     """Cache of texts that the dialects render for listings."""
 
-    def etag(self, key: str) -> str:
-        """Return the MD5 for empty objects, otherwise an opaque tag, because an MD5 would need the body."""
-        if self.like is not None:
-            return self.like.etag
-        if self.size == 0:
-            return f'"{EMPTY_MD5.hex()}"'
-        return f'"{zlib.crc32(key.encode()):08x}-{self.generation:x}"'
-
     def stored(self, key: str) -> StoredObject:
         """Build the object of a key."""
         if self.like is not None:
             self.like.crc32c()  # computed once instead of for every object
-            return self.like.copy(key, self.generation)
+            return self.like.copy(key, self.generation, storage_class=self.storage_class)
         md5 = EMPTY_MD5 if self.size == 0 else None
         body = Synthetic(key, self.size)
-        return StoredObject(key, body, md5, self.generation, self.etag(key), has_crc32c=self.size == 0)
+        return StoredObject(
+            key, body, md5, self.generation, has_crc32c=self.size == 0, storage_class=self.storage_class
+        )
 
 
 @dataclass(slots=True)
@@ -128,6 +132,7 @@ class Upload:
     key: str
     headers: dict[str, str]
     metadata: dict[str, str]
+    storage_class: str
     upload_id: str = field(default_factory=lambda: secrets.token_urlsafe(24))
     started_s: float = field(default_factory=time.time)
     parts: dict[int, StoredObject] = field(default_factory=dict)
@@ -140,6 +145,12 @@ class Bucket:
     def __init__(self, name: str, created_s: float) -> None:
         self.name = name
         self.created_s = created_s
+        self.storage_class = STANDARD
+        """Storage class of new objects for which none is given."""
+        self.properties: dict[str, Any] = {"location": "US"}
+        """Properties of the JSON resource that have no effect in the emulator."""
+        self.metageneration = 1
+        self.updated_s = created_s
         self.uploads: dict[str, Upload] = {}
         self._objects: dict[str, StoredObject | SyntheticFill] = {}
         self._keys: list[str] = []
@@ -153,6 +164,12 @@ class Bucket:
     def entry(self, key: str) -> StoredObject | SyntheticFill:
         """Return the stored entry, for listings, which must not build a thousand objects for a page."""
         return self._objects[key]
+
+    def common_fill(self, keys: Sequence[str]) -> SyntheticFill | None:
+        """Return the fill that all keys belong to, or None; its listings repeat one text with another key."""
+        entries = set(map(id, map(self._objects.__getitem__, keys)))
+        entry = self._objects[keys[0]] if len(entries) == 1 else None
+        return entry if isinstance(entry, SyntheticFill) else None
 
     def require(self, key: str, generation: int | str | None = None) -> StoredObject:
         """Return the object; raise NoSuchKey if it does not exist or has another generation than a given one."""
@@ -249,7 +266,14 @@ class ObjectStore:
             joined_etag = f'"{hashlib.md5(b"".join(digests)).hexdigest()}-{len(parts)}"'
         body = Joined(part.body for part in parts)
         stored = StoredObject(
-            upload.key, body, None, self.next_generation(), joined_etag, upload.headers, upload.metadata
+            upload.key,
+            body,
+            None,
+            self.next_generation(),
+            joined_etag,
+            upload.headers,
+            upload.metadata,
+            storage_class=upload.storage_class,
         )
         bucket.put(stored)
         del bucket.uploads[upload.upload_id]
@@ -306,6 +330,21 @@ class Preconditions(NamedTuple):
 
 
 NO_PRECONDITIONS = Preconditions()
+
+
+def format_crc32c(crc: int) -> str:
+    """Return a CRC32C as the services write it: base64 of the big-endian number."""
+    return base64.b64encode(crc.to_bytes(4)).decode()
+
+
+def _encode_varint(number: int) -> bytes:
+    """Return a number as protocol buffers encode it."""
+    encoded = bytearray()
+    while number > 0x7F:
+        encoded.append(number & 0x7F | 0x80)
+        number >>= 7
+    encoded.append(number)
+    return bytes(encoded)
 
 
 def _matches_etag(header: str, etag: str) -> bool:

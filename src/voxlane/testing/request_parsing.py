@@ -16,6 +16,7 @@ from voxlane.testing.counters import KINDS, Kind
 from voxlane.testing.errors import RequestError
 
 Dialect = Literal["s3", "gcs", "json", "admin"]
+XmlDialect = Literal["s3", "gcs"]
 
 _KINDS: dict[str, Kind] = {kind: kind for kind in KINDS} | {
     "part_copy": "part",
@@ -28,8 +29,13 @@ _KINDS: dict[str, Kind] = {kind: kind for kind in KINDS} | {
     "upload": "put",
     "upload_chunk": "put",
     "rewrite": "copy",
+    "move": "copy",
 }
 """Kinds of operations; some operations have the name of their kind, and others than these are ``other``."""
+
+
+_BUCKET_READS = {"iam/testPermissions": "test_permissions", "storageLayout": "storage_layout", "o": "object_list"}
+"""Operations that read something of a bucket in the JSON API, by the path below the bucket."""
 
 
 @dataclass(slots=True)
@@ -46,9 +52,11 @@ class ApiRequest:
     headers: Mapping[str, str]
     """Headers with case-insensitive names."""
     other_bucket: str = ""
-    """Destination bucket of a JSON copy."""
+    """Destination bucket of a JSON copy or move."""
     other_key: str = ""
     body: bytes = b""
+    path: str = ""
+    """Path of a request whose operation is unknown, for its error."""
     _md5: bytes | None = field(default=None, repr=False)
 
     def param(self, name: str, default: str = "") -> str:
@@ -76,8 +84,14 @@ def parse_number(value: str | int | None) -> int | None:
     return int(value)
 
 
-def parse_request(method: str, target: str, headers: Mapping[str, str]) -> ApiRequest:
-    """Parse a request from its method, target (``/path?query``, percent-encoded) and headers."""
+def parse_request(
+    method: str, target: str, headers: Mapping[str, str], anonymous_dialect: XmlDialect = "gcs"
+) -> ApiRequest:
+    """Parse a request from its method, target (``/path?query``, percent-encoded) and headers.
+
+    ``anonymous_dialect`` is that of an XML request that nothing tells apart: it has no credentials and no header of
+    either service.
+    """
     path, _, query_text = target.partition("?")
     query = parse_qs(query_text, keep_blank_values=True) if query_text else {}
     if path.startswith(("/storage/v1/", "/upload/storage/v1/", "/download/storage/v1/", "/batch/storage/v1")):
@@ -87,7 +101,7 @@ def parse_request(method: str, target: str, headers: Mapping[str, str]) -> ApiRe
     if bucket == "_emulator":
         return ApiRequest("admin", key, "other", method, "", "", query, headers)
     op = _identify_xml_operation(method, bucket, key, query, headers)
-    dialect = _identify_xml_dialect(headers, query)
+    dialect = _identify_xml_dialect(headers, query) or anonymous_dialect
     return ApiRequest(dialect, op, _KINDS.get(op, "other"), method, bucket, key, query, headers)
 
 
@@ -100,13 +114,18 @@ def _decode_path(text: str) -> str:
         raise RequestError(400, "InvalidURI", "The request path is not UTF-8") from None
 
 
-def _identify_xml_dialect(headers: Mapping[str, str], query: Mapping[str, list[str]]) -> Dialect:
+def _identify_xml_dialect(headers: Mapping[str, str], query: Mapping[str, list[str]]) -> XmlDialect | None:
+    """Return the dialect that the credentials, or else other names of the request, show; None if none does."""
     authorization = headers.get("Authorization", "")
-    if authorization.startswith("AWS"):
-        return "s3"
-    if authorization or "X-Goog-Signature" in query:
-        return "gcs"
-    return "gcs" if any(name.lower().startswith("x-goog-") for name in headers) else "s3"
+    if authorization:
+        return "s3" if authorization.startswith("AWS") else "gcs"
+    for name in (*query, *headers):
+        lower = name.lower()
+        if lower.startswith(("x-goog-", "googleaccessid")):
+            return "gcs"
+        if lower.startswith(("x-amz-", "amz-sdk-", "awsaccesskeyid")):
+            return "s3"
+    return None
 
 
 def _identify_xml_operation(
@@ -152,9 +171,11 @@ def _parse_json_request(
     bucket = names[1] if len(names) > 1 and names[0] == "b" else ""
     key = names[3] if len(names) > 3 and names[2] == "o" else ""
     op = "batch" if area == "batch/" else _identify_json_operation(method, area, names, query)
-    request = ApiRequest("json", op, _KINDS.get(op, "other"), method, bucket, key, query, headers)
+    request = ApiRequest("json", op, _KINDS.get(op, "other"), method, bucket, key, query, headers, path=path)
     if op in ("rewrite", "copy"):
         request.other_bucket, request.other_key = names[6], names[8]
+    if op == "move":
+        request.other_bucket, request.other_key = bucket, names[6]
     if op in ("upload", "upload_start"):
         request.key = request.param("name")
     return request
@@ -172,18 +193,16 @@ def _identify_json_operation(method: str, area: str, names: list[str], query: Ma
         case ["b", _]:
             verbs = {"GET": "bucket_get", "DELETE": "bucket_delete", "PATCH": "bucket_patch", "PUT": "bucket_patch"}
             return verbs.get(method, "unknown")
-        case ["b", _, "iam", "testPermissions"]:
-            return "test_permissions"
-        case ["b", _, "storageLayout"]:
-            return "storage_layout"
-        case ["b", _, "o"]:
-            return "object_list" if method == "GET" else "unknown"
+        case ["b", _, *rest] if method == "GET" and "/".join(rest) in _BUCKET_READS:
+            return _BUCKET_READS["/".join(rest)]
         case ["b", _, "o", _]:
             if method == "GET":
                 return "object_media" if area == "download/" or query.get("alt") == ["media"] else "object_get"
             return {"DELETE": "object_delete", "PATCH": "object_patch", "PUT": "object_update"}.get(method, "unknown")
         case ["b", _, "o", _, "compose"]:
             return "compose" if method == "POST" else "unknown"
-        case ["b", _, "o", _, ("rewriteTo" | "copyTo") as verb, "b", _, "o", _]:
-            return "unknown" if method != "POST" else "rewrite" if verb == "rewriteTo" else "copy"
+        case ["b", _, "o", _, ("rewriteTo" | "copyTo") as verb, "b", _, "o", _] if method == "POST":
+            return "rewrite" if verb == "rewriteTo" else "copy"
+        case ["b", _, "o", _, "moveTo", "o", _] if method == "POST":
+            return "move"
     return "unknown"

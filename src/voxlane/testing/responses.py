@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import gzip
 import re
 import time
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from email.utils import formatdate, parsedate_to_datetime
 from functools import lru_cache
 from http import HTTPStatus
 
 from voxlane.testing import errors
-from voxlane.testing.bodies import Body
-from voxlane.testing.objects import StoredObject
+from voxlane.testing.bodies import Body, content
+from voxlane.testing.objects import STANDARD, StoredObject
 
 Chunk = bytes | memoryview
 
@@ -29,11 +31,15 @@ _STATUS_LINES = {status.value: f"HTTP/1.1 {status.value} {status.phrase}\r\n" fo
 _RANGE = re.compile(r"\s*bytes\s*=\s*(\d*)\s*-\s*(\d*)\s*$")
 
 
+NO_LENGTH = -1
+"""Length of a response without Content-Length."""
+
+
 class Response:
     """Status, headers and body of a response.
 
     ``head`` contains encoded header lines, each ending in CRLF. ``length`` is the Content-Length, which differs from
-    the body only for HEAD.
+    the body only for HEAD; :data:`NO_LENGTH` leaves the header out.
     """
 
     __slots__ = ("chunks", "head", "length", "status")
@@ -47,19 +53,51 @@ class Response:
     def encode_head(self, keep_alive: bool) -> bytes:
         """Return the encoded status line and headers."""
         status_line = _STATUS_LINES.get(self.status) or f"HTTP/1.1 {self.status} Unknown\r\n"
-        length = "" if self.status in (204, 304) else f"Content-Length: {self.length}\r\n"
+        length = "" if self.status in (204, 304) or self.length < 0 else f"Content-Length: {self.length}\r\n"
         close = "" if keep_alive else "Connection: close\r\n"
         return f"{status_line}Date: {format_http_date(int(time.time()))}\r\n{close}{length}{self.head}\r\n".encode()
 
 
 def build_content_response(body: Body, head: str, range_header: str | None) -> Response:
     """Build the response to a read of a body, or of the range that a Range header requests."""
-    content_range = parse_range(range_header, body.size)
+    content_range = parse_range(range_header, body.size) if range_header else None
     if content_range is None:
         return Response(200, head, body.slices(0, body.size), body.size)
     start, stop = content_range
     head = f"Content-Range: bytes {start}-{stop - 1}/{body.size}\r\n{head}"
     return Response(206, head, body.slices(start, stop), stop - start)
+
+
+def build_read_response(stored: StoredObject, dialect: str, headers: Mapping[str, str], *, head: bool) -> Response:
+    """Build the response to a read of an object, or of its headers only if ``head`` is true."""
+    if dialect != "s3" and "Content-Encoding" in stored.headers:
+        data = _transcode(stored, headers.get("Accept-Encoding", ""))
+        if data is not None:
+            return _build_transcoded_response(data, build_object_headers(stored, dialect, transcoded=True), head=head)
+    object_headers = build_object_headers(stored, dialect)
+    if head:
+        return Response(200, object_headers, length=stored.body.size)
+    return build_content_response(stored.body, object_headers, headers.get("Range"))
+
+
+def _transcode(stored: StoredObject, accept_encoding: str) -> bytes | None:
+    """Return the content that GCS decompresses for a client which does not accept gzip; None if it does not."""
+    if stored.headers["Content-Encoding"].lower() != "gzip" or "gzip" in accept_encoding.lower():
+        return None
+    if "no-transform" in stored.headers.get("Cache-Control", "").lower():
+        return None
+    try:
+        return gzip.decompress(content(stored.body))
+    except (OSError, EOFError, zlib.error):
+        return None  # not gzip in spite of its metadata
+
+
+def _build_transcoded_response(data: bytes, object_headers: str, *, head: bool) -> Response:
+    """Build a response to a decompressed read. As in GCS, it has no Content-Length, and ranges are ignored."""
+    if head:
+        return Response(200, object_headers, length=NO_LENGTH)
+    framed = [b"%x\r\n" % len(data), data, b"\r\n0\r\n\r\n"] if data else [b"0\r\n\r\n"]
+    return Response(200, f"Transfer-Encoding: chunked\r\n{object_headers}", framed, NO_LENGTH)
 
 
 Handler = Callable[..., Response]
@@ -87,28 +125,41 @@ def parse_http_date(header: str | None) -> float | None:
         return None
 
 
-def build_object_headers(stored: StoredObject, dialect: str) -> str:
+def build_object_headers(stored: StoredObject, dialect: str, *, transcoded: bool = False) -> str:
     """Return the headers that describe an object to its readers."""
-    headers = stored.rendered.get(dialect + " head")
+    cache_key = dialect + (" transcoded head" if transcoded else " head")
+    headers = stored.rendered.get(cache_key)
     if headers is None:
+        object_headers = {"Content-Type": stored.content_type} | stored.headers
+        if transcoded:
+            del object_headers["Content-Encoding"]
+            object_headers["X-Guploader-Response-Body-Transformations"] = "gunzipped"
+            object_headers["Warning"] = "214 UploadServer gunzipped"
+        else:
+            object_headers["Accept-Ranges"] = "bytes"
+        if "Content-Encoding" in stored.headers and dialect != "s3":
+            object_headers["Vary"] = "Accept-Encoding"
         lines = [
             f"ETag: {stored.json_etag if dialect == 'json' else stored.etag}",
-            f"Last-Modified: {format_http_date(int(stored.updated_s))}\r\nAccept-Ranges: bytes",
-            *(f"{name}: {value}" for name, value in ({"Content-Type": stored.content_type} | stored.headers).items()),
+            f"Last-Modified: {format_http_date(int(stored.updated_s))}",
+            *(f"{name}: {value}" for name, value in object_headers.items()),
             *(f"{METADATA_PREFIXES[dialect]}{name}: {value}" for name, value in stored.metadata.items()),
             build_version_headers(stored, dialect),
         ]
-        headers = stored.rendered[dialect + " head"] = "\r\n".join(lines)
+        headers = stored.rendered[cache_key] = "\r\n".join(lines)
     return headers
 
 
 def build_version_headers(stored: StoredObject, dialect: str) -> str:
     """Return the headers that identify the version of an object."""
     if dialect == "s3":
-        return "x-amz-request-id: EMULATOR\r\n"
+        # S3 does not name the usual class.
+        named_class = "" if stored.storage_class == STANDARD else f"x-amz-storage-class: {stored.storage_class}\r\n"
+        return f"x-amz-request-id: EMULATOR\r\n{named_class}"
     lines = [
         f"x-goog-generation: {stored.generation}\r\nx-goog-metageneration: {stored.metageneration}\r\n",
-        f"x-goog-stored-content-length: {stored.body.size}\r\nx-goog-storage-class: STANDARD\r\n",
+        f"x-goog-stored-content-encoding: {stored.headers.get('Content-Encoding', 'identity')}\r\n",
+        f"x-goog-stored-content-length: {stored.body.size}\r\nx-goog-storage-class: {stored.storage_class}\r\n",
     ]
     if hashes := [f"{name}={value}" for name, value in stored.hashes().items()]:
         lines.append(f"x-goog-hash: {','.join(hashes)}\r\n")

@@ -27,7 +27,8 @@ from voxlane.testing.multipart import build_batch_response, split_batch
 from voxlane.testing.objects import ObjectStore
 from voxlane.testing.request_parsing import ApiRequest, parse_request
 from voxlane.testing.responses import Chunk, Response, decode_aws_chunked
-from voxlane.testing.xml_api import XmlApi
+from voxlane.testing.scope import check_scope
+from voxlane.testing.xml_api import XmlApi, needs_part_md5
 
 # From this size on, bodies are hashed in a thread (hashlib releases the GIL), to not block other connections.
 _HASH_IN_THREAD_BYTES = 1 << 20
@@ -69,8 +70,9 @@ class ServerResponse(web.StreamResponse):
             return
         head = self._response.encode_head(self._keep_connection)
         if self._decision is NO_FAULT:
-            self.bytes_out = self._response.length if self._response.chunks else 0
-            transport.writelines([head, *self._response.chunks])
+            length, chunks = self._response.length, self._response.chunks
+            self.bytes_out = 0 if not chunks else sum(map(len, chunks)) if length < 0 else length
+            transport.writelines([head, *chunks])
         else:
             await self._send_with_fault(transport, head)
 
@@ -156,7 +158,8 @@ class EmulatorServer:
     async def handle(self, request: web.BaseRequest) -> web.StreamResponse:
         """Handle one request."""
         try:
-            api_request = parse_request(request.method, request.raw_path, request.headers)
+            anonymous_dialect = self.admin.access.anonymous_dialect
+            api_request = parse_request(request.method, request.raw_path, request.headers, anonymous_dialect)
         except RequestError as error:
             unparsed = ApiRequest("s3", "unknown", "other", request.method, "", "", {}, request.headers)
             return await self._send_plain(request, xml_api.build_error_response(error, unparsed))
@@ -186,7 +189,7 @@ class EmulatorServer:
                 except RequestError as invalid_body:
                     error = invalid_body
                 bytes_in = len(api_request.body)
-                if bytes_in >= _HASH_IN_THREAD_BYTES and (kind == "put" or api_request.dialect == "s3"):
+                if bytes_in >= _HASH_IN_THREAD_BYTES and (kind == "put" or needs_part_md5(api_request)):
                     await asyncio.get_running_loop().run_in_executor(None, api_request.md5)
             delay_s = decision.delay_s
             if bytes_in and decision.bandwidth_bytes_per_s:
@@ -214,6 +217,7 @@ class EmulatorServer:
         try:
             self._json.access = self.admin.access
             check_access(self.admin.access, api_request)
+            check_scope(api_request)
             if api_request.op == "batch":
                 return self._batch(api_request)
             return self._json.handle(api_request) if api_request.dialect == "json" else self._xml.handle(api_request)

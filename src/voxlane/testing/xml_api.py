@@ -14,6 +14,8 @@ from typing import Any
 from urllib.parse import quote, unquote
 from xml.sax.saxutils import escape
 
+import google_crc32c
+
 from voxlane.testing import errors
 from voxlane.testing.bodies import Blob
 from voxlane.testing.errors import RequestError
@@ -26,22 +28,44 @@ from voxlane.testing.objects import (
     StoredObject,
     SyntheticFill,
     Upload,
+    format_crc32c,
 )
 from voxlane.testing.request_parsing import ApiRequest, parse_number
 from voxlane.testing.responses import (
     METADATA_PREFIXES,
     Handler,
     Response,
-    build_content_response,
-    build_object_headers,
+    build_read_response,
     build_version_headers,
     format_iso_date,
     parse_http_date,
     parse_range,
     select_object_headers,
 )
+from voxlane.testing.storage_class import check_gcs_class, check_s3_class
 
-_NAMESPACE = {"s3": "http://s3.amazonaws.com/doc/2006-03-01/", "gcs": "http://doc.s3.amazonaws.com/2006-03-01"}
+_S3_NAMESPACE = "http://s3.amazonaws.com/doc/2006-03-01/"
+_GCS_NAMESPACE = "http://doc.s3.amazonaws.com/2006-03-01"
+_S3_DOCUMENTS = {
+    *("InitiateMultipartUploadResult", "CompleteMultipartUploadResult", "ListPartsResult"),
+    *("ListMultipartUploadsResult", "CopyPartResult"),
+}
+"""Documents of multipart uploads, which have the namespace of S3 in GCS too."""
+_GCS_MESSAGES = {
+    "AccessDenied": "Access denied.",
+    "AuthenticationRequired": "Authentication required.",
+    "BadDigest": "The Content-MD5 you specified did not match what we received.",
+    "CrcMismatch": "The CRC32C you specified did not match what we received.",
+    "InvalidArgument": "Invalid argument.",
+    "InvalidRange": "The requested range cannot be satisfied.",
+    "NoSuchBucket": "The specified bucket does not exist.",
+    "NoSuchKey": "The specified key does not exist.",
+    "NoSuchUpload": "The requested upload was not found.",
+    "NotImplemented": "A header or query you provided requested a function that is not implemented.",
+    "PreconditionFailed": "At least one of the pre-conditions you specified did not hold.",
+    "TooManyRequests": "Too many requests.",
+}
+"""Messages of GCS by code; what is specific to a request stands in the details of an error."""
 _XML_HEAD = "Content-Type: application/xml\r\n"
 _UNSAFE_IN_XML = re.compile("[&<>\\x00-\\x1f\\x7f]")
 _UNSAFE_IN_URL = re.compile("[^A-Za-z0-9_.~/-]")
@@ -64,14 +88,19 @@ _CONDITIONS = {"s3": _HTTP_CONDITIONS, "gcs": _HTTP_CONDITIONS | _GOOGLE_CONDITI
 
 def build_xml_response(root: str, content: str, dialect: str = "s3", status: int = 200, head: str = "") -> Response:
     """Build an XML response."""
-    text = f'<?xml version="1.0" encoding="UTF-8"?>\n<{root} xmlns="{_NAMESPACE[dialect]}">{content}</{root}>'
+    namespace = _S3_NAMESPACE if dialect == "s3" or root in _S3_DOCUMENTS else _GCS_NAMESPACE
+    text = f'<?xml version="1.0" encoding="UTF-8"?>\n<{root} xmlns="{namespace}">{content}</{root}>'
     return Response(status, _XML_HEAD + head, [text.encode()])
 
 
 def build_error_response(error: RequestError, request: ApiRequest) -> Response:
     """Build the response to a failed request."""
-    resource = f"/{request.bucket}/{request.key}" if request.bucket else "/"
-    content = _elements(Code=error.code, Message=error.message, Resource=resource, RequestId="EMULATOR")
+    if request.dialect == "gcs":
+        message = _GCS_MESSAGES.get(error.code, error.message)
+        content = _elements(Code=error.code, Message=message, Details=error.message)
+    else:
+        resource = f"/{request.bucket}/{request.key}" if request.bucket else "/"
+        content = _elements(Code=error.code, Message=error.message, Resource=resource, RequestId="EMULATOR")
     text = f'<?xml version="1.0" encoding="UTF-8"?>\n<Error>{content}</Error>'.encode()
     return Response(error.status, _XML_HEAD + error.head, [] if request.method == "HEAD" else [text])
 
@@ -98,7 +127,7 @@ class XmlApi:
         """Handle a request; raise :class:`RequestError` if it fails."""
         handler: Handler | None = getattr(self, f"_do_{request.op}", None)
         if handler is None:
-            raise RequestError(405, "MethodNotAllowed", f"{request.method} is not supported here")
+            raise errors.not_implemented(f"{request.method} {_describe_resource(request)}")
         if request.op in ("create_bucket", "list_buckets"):
             return handler(request)
         return handler(request, self._objects.require(request.bucket))
@@ -106,13 +135,10 @@ class XmlApi:
     # Objects
 
     def _do_get(self, request: ApiRequest, bucket: Bucket) -> Response:
-        stored = _find_readable(request, bucket)
-        head = build_object_headers(stored, request.dialect)
-        return build_content_response(stored.body, head, request.headers.get("Range"))
+        return build_read_response(_find_readable(request, bucket), request.dialect, request.headers, head=False)
 
     def _do_head(self, request: ApiRequest, bucket: Bucket) -> Response:
-        stored = _find_readable(request, bucket)
-        return Response(200, build_object_headers(stored, request.dialect), length=stored.body.size)
+        return build_read_response(_find_readable(request, bucket), request.dialect, request.headers, head=True)
 
     def _do_put(self, request: ApiRequest, bucket: Bucket) -> Response:
         _check_write(request, bucket.find(request.key))
@@ -124,12 +150,15 @@ class XmlApi:
             self._objects.next_generation(),
             headers=select_object_headers(request.headers),
             metadata=_parse_metadata(request),
+            storage_class=_choose_class(request, bucket),
         )
         bucket.put(stored)
         return Response(200, _build_write_headers(stored, request.dialect))
 
     def _do_delete(self, request: ApiRequest, bucket: Bucket) -> Response:
-        stored = bucket.require(request.key) if request.dialect == "gcs" else bucket.find(request.key)
+        stored = bucket.find(request.key)
+        if request.dialect == "gcs":
+            stored = bucket.require(request.key, request.param("generation"))
         _check_write(request, stored)
         if stored is not None:
             bucket.remove(request.key)
@@ -138,7 +167,13 @@ class XmlApi:
     def _do_copy(self, request: ApiRequest, bucket: Bucket) -> Response:
         source = self._copy_source(request)
         _check_write(request, bucket.find(request.key))
-        stored = source.copy(request.key, self._objects.next_generation(), etag="", component_count=None)
+        stored = source.copy(
+            request.key,
+            self._objects.next_generation(),
+            etag="",
+            component_count=None,
+            storage_class=_choose_class(request, bucket),
+        )
         directive = request.headers.get("x-amz-metadata-directive") or request.headers.get("x-goog-metadata-directive")
         if directive and directive.upper() == "REPLACE":
             stored.headers, stored.metadata = select_object_headers(request.headers), _parse_metadata(request)
@@ -149,8 +184,11 @@ class XmlApi:
 
     def _copy_source(self, request: ApiRequest) -> StoredObject:
         text = request.headers.get("x-amz-copy-source") or request.headers["x-goog-copy-source"]
-        bucket_name, _, key = unquote(text.partition("?versionId=")[0].removeprefix("/")).partition("/")
-        source = self._objects.require(bucket_name).require(key)
+        path, _, version = text.partition("?versionId=")
+        if version not in ("", "null"):
+            raise errors.not_implemented("versionId in x-amz-copy-source")
+        bucket_name, _, key = unquote(path.removeprefix("/")).partition("/")
+        source = self._objects.require(bucket_name).require(key, request.headers.get("x-goog-copy-source-generation"))
         start = "x-goog-copy-source-if-" if request.dialect == "gcs" else "x-amz-copy-source-if-"
         Preconditions(
             generation=parse_number(request.headers.get(start + "generation-match")),
@@ -214,18 +252,20 @@ class XmlApi:
     # Multipart uploads
 
     def _do_initiate(self, request: ApiRequest, bucket: Bucket) -> Response:
-        upload = Upload(request.key, select_object_headers(request.headers), _parse_metadata(request))
+        headers, metadata = select_object_headers(request.headers), _parse_metadata(request)
+        upload = Upload(request.key, headers, metadata, _choose_class(request, bucket))
         bucket.uploads[upload.upload_id] = upload
         return build_xml_response("InitiateMultipartUploadResult", _format_upload(request, upload), request.dialect)
 
     def _do_part(self, request: ApiRequest, bucket: Bucket) -> Response:
         upload = bucket.require_upload(request.param("uploadId"), request.key)
         _check_digests(request)
-        # GCS objects made of parts have no MD5, so their parts need none; it would take half of the server's time
-        # during an upload.
-        md5 = request.md5() if request.dialect == "s3" else None
-        part = self._add_part(upload, request, md5)
-        return Response(200, f"ETag: {part.etag}\r\n")
+        part = self._add_part(upload, request, request.md5() if needs_part_md5(request) else None)
+        head = f"ETag: {part.etag}\r\n"
+        if request.dialect == "gcs":
+            hashes = ",".join(f"{name}={value}" for name, value in part.hashes().items())
+            head += f"x-goog-hash: {hashes}\r\n"
+        return Response(200, head)
 
     def _do_part_copy(self, request: ApiRequest, bucket: Bucket) -> Response:
         upload = bucket.require_upload(request.param("uploadId"), request.key)
@@ -294,11 +334,14 @@ class XmlApi:
     # Buckets
 
     def _do_create_bucket(self, request: ApiRequest) -> Response:
-        self._objects.create(request.bucket)
+        declared = _parse_body(request.body).findtext("{*}StorageClass") if request.body else None
+        storage_class = check_gcs_class(declared)
+        bucket = self._objects.create(request.bucket)
+        bucket.storage_class = storage_class or bucket.storage_class
         return Response(200, f"Location: /{quote(request.bucket)}\r\n")
 
     def _do_head_bucket(self, request: ApiRequest, bucket: Bucket) -> Response:
-        return Response(200, "x-amz-bucket-region: us-east-1\r\n")
+        return Response(200, "x-amz-bucket-region: us-east-1\r\n" if request.dialect == "s3" else "")
 
     def _do_delete_bucket(self, request: ApiRequest, bucket: Bucket) -> Response:
         self._objects.delete(request.bucket)
@@ -351,10 +394,35 @@ def _check_digests(request: ApiRequest) -> None:
     expected = request.headers.get("Content-MD5")
     if expected is not None and expected != base64.b64encode(request.md5()).decode():
         raise errors.invalid("The Content-MD5 you specified did not match what we received", "BadDigest")
-    for item in request.headers.get("x-goog-hash", "").split(","):
+    if "x-goog-hash" not in request.headers:
+        return
+    for item in request.headers["x-goog-hash"].split(","):
         name, _, value = item.strip().partition("=")
         if name == "md5" and value != base64.b64encode(request.md5()).decode():
             raise errors.invalid("The MD5 you specified did not match what we received", "BadDigest")
+        if name == "crc32c" and value != format_crc32c(google_crc32c.value(request.body)):
+            raise errors.invalid("The CRC32C you specified did not match what we received", "CrcMismatch")
+
+
+def needs_part_md5(request: ApiRequest) -> bool:
+    """Return whether the response to an uploaded part needs its MD5.
+
+    GCS returns it for all parts. Google's own clients may verify it and are known by their header; other clients do not
+    look, and computing it would take half of the server's time during their uploads.
+    """
+    return request.dialect == "s3" or "x-goog-api-client" in request.headers
+
+
+def _choose_class(request: ApiRequest, bucket: Bucket) -> str:
+    """Return the storage class of a new object: that of the request, otherwise the default."""
+    if request.dialect == "gcs":
+        return check_gcs_class(request.headers.get("x-goog-storage-class")) or bucket.storage_class
+    return check_s3_class(request.headers.get("x-amz-storage-class")) or bucket.storage_class
+
+
+def _describe_resource(request: ApiRequest) -> str:
+    """Return what an unknown operation is for: the service, a bucket or an object."""
+    return "of an object" if request.key else "of a bucket" if request.bucket else "of the service"
 
 
 def _parse_metadata(request: ApiRequest) -> dict[str, str]:
@@ -382,30 +450,32 @@ def _build_write_headers(stored: StoredObject, dialect: str) -> str:
 
 
 def _build_rows(bucket: Bucket, keys: Sequence[str], dialect: str, encoded: bool) -> list[str]:
-    """Return a Contents element for each key; the page is checked at once for characters to escape."""
+    """Return the Contents elements of the keys; the page is checked at once for characters to escape."""
     names, unsafe = keys, _UNSAFE_IN_URL if encoded else _UNSAFE_IN_XML
     if unsafe.search("".join(keys)):
         names = [quote(key) if encoded else _escape(key) for key in keys]
-    rows: list[str] = []
+    if keys and (fill := bucket.common_fill(keys)) is not None:
+        end = _render_row_end(fill, dialect)
+        return ["<Contents><Key>", f"</Key>{end}<Contents><Key>".join(names), "</Key>", end]
+    return [
+        f"<Contents><Key>{name}</Key>{_render_row_end(bucket.entry(key), dialect)}"
+        for key, name in zip(keys, names, strict=True)
+    ]
+
+
+def _render_row_end(entry: StoredObject | SyntheticFill, dialect: str) -> str:
+    """Return the part of a row after the key, cached in the entry."""
     cache_key = dialect + " row"
-    for key, name in zip(keys, names, strict=True):
-        entry = bucket.entry(key)
-        row = entry.rendered.get(cache_key)
-        if row is None:
-            row = entry.rendered[cache_key] = _build_row_end(entry, dialect)
-        if type(entry) is SyntheticFill:
-            rows.append(f"<Contents><Key>{name}</Key><ETag>{entry.etag(key)}</ETag>{row}")
-        else:
-            rows.append(f"<Contents><Key>{name}</Key>{row}")
-    return rows
+    if cache_key not in entry.rendered:
+        stored = entry if isinstance(entry, StoredObject) else entry.stored("")
+        entry.rendered[cache_key] = _build_row_end(stored, dialect)
+    return entry.rendered[cache_key]
 
 
-def _build_row_end(entry: StoredObject | SyntheticFill, dialect: str) -> str:
-    """Return the part of a row that is cached: all after the key, for an object of a fill all after the ETag."""
-    stored = entry if isinstance(entry, StoredObject) else entry.stored("")
-    etag = f"<ETag>{stored.etag}</ETag>" if stored is entry else ""
+def _build_row_end(stored: StoredObject, dialect: str) -> str:
     versions = ""
     if dialect == "gcs":
         versions = _elements(Generation=stored.generation, MetaGeneration=stored.metageneration)
     modified = _elements(LastModified=format_iso_date(stored.updated_s), Size=stored.body.size)
-    return f"{etag}{modified}{versions}<StorageClass>STANDARD</StorageClass></Contents>"
+    storage_class = f"<StorageClass>{stored.storage_class}</StorageClass>"
+    return f"<ETag>{stored.etag}</ETag>{modified}{versions}{storage_class}</Contents>"

@@ -2,10 +2,11 @@
 
     VoxlaneError
     ├── ConfigError (also a ValueError), UsageError, MissingExtraError (also an ImportError)
-    ├── StoreError: ChangedError, CredentialsError, RangeError, UnavailableError, UnsupportedError
+    ├── StoreError: ChangedError, CredentialsError, InvalidKeyError, RangeError, UnavailableError, UnsupportedError
     │   ├── NotFoundError (also a FileNotFoundError): BucketNotFoundError
     │   ├── PermissionDeniedError (also a PermissionError)
-    │   └── AlreadyExistsError (also a FileExistsError)
+    │   ├── AlreadyExistsError (also a FileExistsError)
+    │   └── ClosedWriterError (also a ValueError)
     ├── DatasetError: EmptyError, DecodeError, PairError, StateError
     ├── CacheError: NoRoomError, TooLargeError
     ├── CheckpointError: IncompleteError, CorruptError, UnsafeError, MismatchError, BusyError
@@ -34,6 +35,10 @@ class VoxlaneError(Exception):
         self.fix = fix
 
 
+class DiscardedWarning(UserWarning):
+    """Given when a writer that nobody closed is thrown away with what was written to it."""
+
+
 class ConfigError(VoxlaneError, ValueError):
     """Raised for a wrong argument, config field or URI."""
 
@@ -49,9 +54,11 @@ class MissingExtraError(VoxlaneError, ImportError):
     """Raised when an optional dependency is not installed."""
 
     @classmethod
-    def of(cls, extra: str, needed_for: str) -> MissingExtraError:
-        """Return the error for `needed_for` if the packages of `extra` are missing."""
-        return cls(f"{needed_for} needs packages that are not installed", fix=f"Run: pip install 'voxlane[{extra}]'")
+    def of(cls, extra: str, needed_for: str, *, uri: str = "") -> MissingExtraError:
+        """Return the error for `needed_for` if the packages of `extra` are missing. `uri`: the only object that needs
+        them."""
+        problem, fix = f"{needed_for} needs packages that are not installed", f"Run: pip install 'voxlane[{extra}]'"
+        return cls(problem, uri=uri, fix=fix)
 
 
 class StoreError(VoxlaneError):
@@ -78,8 +85,16 @@ class AlreadyExistsError(StoreError, FileExistsError):
     """Raised when a create-only write found an existing key."""
 
 
+class ClosedWriterError(StoreError, ValueError):
+    """Raised when a writer is used after it was closed or aborted."""
+
+
 class ChangedError(StoreError):
     """Raised when the object is not the requested version."""
+
+
+class InvalidKeyError(StoreError):
+    """Raised when a store cannot address a key."""
 
 
 class RangeError(StoreError):

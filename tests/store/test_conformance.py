@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import pickle
 from typing import Any
 
@@ -13,6 +12,7 @@ from hypothesis import strategies as st
 
 from tests.conftest import Bucket
 from voxlane import Store, errors, list_objects
+from voxlane.store.direct import DirectStore
 from voxlane.store.ranges import Span, coalesce
 
 MIB = 1 << 20
@@ -57,6 +57,44 @@ def test_get_into_equals_get(bucket: Bucket) -> None:
         store.get_into(key, 0, np.zeros(2, np.uint8), etag='"another"')
 
 
+def test_get_into_without_the_library_for_credentials_uses_the_engine(
+    gcs: Bucket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tries = []
+
+    def refuse(*args: Any, **options: Any) -> Any:
+        tries.append(args)
+        raise errors.MissingExtraError.of("gcs", "this request")
+
+    monkeypatch.setattr(DirectStore, "get", refuse)
+    gcs.store.put("k", bytes(range(200)))
+    store = Store(gcs.uri, gcs.config)
+    for _ in range(2):
+        target = np.zeros(50, np.uint8)
+        store.get_into("k", 10, target)
+        assert target.tolist() == list(range(10, 60))
+    assert len(tries) == 1
+
+
+@pytest.mark.parametrize("size", [0, 1, 100_000, 3_000_000])
+def test_get_bytes_equals_get(bucket: Bucket, size: int) -> None:
+    body = np.random.default_rng(size).bytes(size)
+    store, key = bucket.store, bucket.key("k")
+    etag = store.put(key, body).etag
+    before = store.counters.read()
+    result = store.get_bytes(key, etag=etag)
+    assert type(result) is bytes
+    assert result == body
+    after = store.counters.read()
+    assert after.requests - before.requests == 1
+    assert after.bytes_read - before.bytes_read == size
+    assert bytes(store.get(key)) == result
+    with pytest.raises(errors.ChangedError):
+        store.get_bytes(key, etag='"another"')
+    with pytest.raises(errors.NotFoundError):
+        store.get_bytes(bucket.key("missing"))
+
+
 def test_get_chunks_equals_get(bucket: Bucket) -> None:
     body = bytes(i % 251 for i in range(700_000))
     store, key = bucket.store, bucket.key("k")
@@ -96,10 +134,6 @@ def test_create_only_and_if_version_matches(bucket: Bucket) -> None:
     first = store.put(key, b"one", if_absent=True)
     with pytest.raises(errors.AlreadyExistsError, match="once"):
         store.put(key, b"two", if_absent=True)
-    if bucket.kind == "file":
-        with pytest.raises(errors.UnsupportedError):
-            store.put(key, b"two", if_etag=first.etag)
-        return
     second = store.put(key, b"two", if_etag=first.etag)
     with pytest.raises(errors.ChangedError, match="once"):
         store.put(key, b"three", if_etag=first.etag)
@@ -165,18 +199,19 @@ def test_writer_publishes_on_commit(bucket: Bucket, size: int) -> None:
     assert bytes(store.get(bucket.key("big"))) == body
 
 
-def test_writer_publishes_nothing_after_an_exception_or_without_commit(bucket: Bucket) -> None:
+def test_writer_publishes_nothing_after_an_exception_or_unless_closed(bucket: Bucket) -> None:
     store = bucket.with_config(part_bytes=5 * MIB).store
     with pytest.raises(ZeroDivisionError), store.open_writer(bucket.key("half")) as writer:
         writer.write(bytes(11 * MIB))
         raise ZeroDivisionError
     dropped = store.open_writer(bucket.key("dropped"))
     dropped.write(bytes(11 * MIB))
-    del dropped
-    closed = store.open_writer(bucket.key("closed"))
-    closed.write(b"x")
-    closed.close()
-    gc.collect()
+    with pytest.warns(errors.DiscardedWarning, match="dropped: 11,534,336 bytes were discarded"):
+        del dropped
+    aborted = store.open_writer(bucket.key("aborted"))
+    aborted.write(b"x")
+    aborted.abort()
+    aborted.close()
     assert list_objects(bucket.uri, config=bucket.config, store=store).keys() == []
 
 

@@ -51,7 +51,7 @@ def resolve_endpoint(uri: Uri, config: StoreConfig) -> str | None:
     if uri.scheme == "s3":
         return _resolve_s3(config)[0]
     if uri.scheme == "az":
-        endpoint, account, _ = _resolve_azure(uri.bucket, config)
+        endpoint, account, _ = azure_account(uri.bucket, config)
         return endpoint or f"https://{account}.blob.core.windows.net"
     return None
 
@@ -127,22 +127,33 @@ def _resolve_s3(config: StoreConfig) -> tuple[str | None, str, str | None, Mappi
     return endpoint.rstrip("/") if endpoint else None, region or "us-east-1", profile_name, profile
 
 
-def s3_client(config: StoreConfig) -> Any:
-    """Return a boto3 client, with the engine's credentials, for requests that the engine lacks."""
+def s3_endpoint(config: StoreConfig) -> tuple[str | None, str]:
+    """Return the URL of the S3 server, or None for Amazon's own, and the region."""
+    return _resolve_s3(config)[:2]
+
+
+def s3_session(config: StoreConfig) -> Any:
+    """Return a boto3 session with the engine's credentials."""
     try:
         import boto3
-        import botocore
-        from botocore.config import Config
     except ImportError:
-        raise MissingExtraError.of("s3", "listing unfinished uploads on S3") from None
-    endpoint, region, profile_name, _ = _resolve_s3(config)
-    session = boto3.Session(
+        raise MissingExtraError.of("s3", "a request on S3 that the byte engine cannot send") from None
+    _, region, profile_name, _ = _resolve_s3(config)
+    return boto3.Session(
         profile_name=profile_name,
         region_name=region,
         aws_access_key_id=config.access_key_id,
         aws_secret_access_key=config.secret_access_key,
         aws_session_token=config.session_token,
     )
+
+
+def s3_client(config: StoreConfig) -> Any:
+    """Return a boto3 client, with the engine's credentials, for requests that the engine lacks."""
+    session, (endpoint, _) = s3_session(config), s3_endpoint(config)
+    import botocore
+    from botocore.config import Config
+
     options = Config(
         s3={"addressing_style": "path"} if endpoint else {},
         connect_timeout=config.connect_timeout_s,
@@ -210,7 +221,7 @@ def _aws_profile_credentials(name: str | None, profile: Mapping[str, str]) -> di
     return {}  # the engine itself finds web identity, container and instance credentials
 
 
-def _resolve_azure(container: str, config: StoreConfig) -> tuple[str | None, str, str | None]:
+def azure_account(container: str, config: StoreConfig) -> tuple[str | None, str, str | None]:
     """Return the endpoint (None for Azure's own), the account, and the account key or None."""
     account = config.account or _read_environment("AZURE_STORAGE_ACCOUNT_NAME", "AZURE_STORAGE_ACCOUNT")
     if not account:
@@ -227,7 +238,7 @@ def azure_container(container: str, config: StoreConfig) -> Any:
         from azure.storage.blob import ContainerClient
     except ImportError:
         raise MissingExtraError.of("azure", "listing unfinished uploads on Azure") from None
-    endpoint, account, key = _resolve_azure(container, config)
+    endpoint, account, key = azure_account(container, config)
     if key is None:
         raise CredentialsError(
             "listing unfinished uploads on Azure needs the account's key",
@@ -238,7 +249,7 @@ def azure_container(container: str, config: StoreConfig) -> Any:
 
 
 def _azure_options(container: str, config: StoreConfig) -> dict[str, Any]:
-    endpoint, account, key = _resolve_azure(container, config)
+    endpoint, account, key = azure_account(container, config)
     options: dict[str, Any] = {"account_name": account} | ({"endpoint": endpoint.rstrip("/")} if endpoint else {})
     if config.anonymous:
         return options

@@ -19,6 +19,10 @@ _CODE = re.compile(r"<Code>(\w+)</Code>")
 _MESSAGE = re.compile(r"<Message>([^<]+)</Message>")
 _RANGE = re.compile(r"(?:\s|content-)range\b", re.IGNORECASE)
 """The engine's messages about ranges, which have no status; not a bucket named orange in a URL."""
+_WRONG_RANGE = re.compile(
+    r"error: (Requested \d+\.\.|Received non-partial|Content-Range header not|Failed to parse value for CONTENT_RANGE)"
+)
+"""The engine's messages about responses that are not the range that was requested."""
 _RETRIED_STATUS = frozenset({408, 429, 500, 502, 503, 504})
 _BAD_KEYS = frozenset({"InvalidAccessKeyId", "SignatureDoesNotMatch", "ExpiredToken", "InvalidToken", "AuthFailure"})
 _NO_CREDENTIALS = (
@@ -37,11 +41,17 @@ _CONNECTION_ERRORS = ("HTTP error", "HttpError", "error sending request", "reqwe
 _CONNECTION_CAUSES = {
     "Connection refused": "connection refused",
     "dns error": "the host name does not resolve",
+    "Name or service not known": "the host name does not resolve",
+    "Temporary failure in name resolution": "the host name does not resolve",
+    "timed out": "timed out",
     "operation timed out": "timed out",
     "TimedOut": "timed out",
     "kind: Timeout": "timed out",
     "IncompleteMessage": "cut off by the server",
+    "closed connection without response": "cut off by the server",
     "ConnectionReset": "reset by the server",
+    "reset by peer": "reset by the server",
+    "IncompleteRead": "the response body was cut off",
     "decoding response body": "the response body was cut off",
     "certificate": "the server's certificate is not trusted",
 }
@@ -54,6 +64,10 @@ LOGIN_HINTS = {
     "az": "Set AZURE_STORAGE_ACCOUNT_NAME and AZURE_STORAGE_ACCOUNT_KEY, run `az login`, "
     "or use no credentials (StoreConfig(anonymous=True), --anonymous) for a public container",
 }
+
+
+class UnknownLengthError(StoreError):
+    """Raised when a response has no Content-Length, so that the engine cannot read it."""
 
 
 class TransientError(Exception):
@@ -93,15 +107,14 @@ def translate(error: BaseException, uri: str) -> StoreError | TransientError:
     text = str(error)
     status = int(match[1]) if (match := _STATUS.search(text)) else None
     parts = [match[1] for pattern in (_CODE, _MESSAGE) if (match := pattern.search(text))]
+    if malformed := _classify_malformed(text, uri):
+        return malformed
     if classified := _classify(error, uri, text, status, f" ({': '.join(parts)})" if parts else ""):
         return classified
     is_invalid = isinstance(error, ValueError) or type(error).__name__ == "InvalidPathError"
     if is_invalid or "illegal character" in text or "empty path" in text:
-        return StoreError(
-            f"invalid key: {text.splitlines()[0]}",
-            uri=uri,
-            fix="Keys need non-empty segments between slashes, without control characters; rename it or use "
-            "a prefix without it",
+        return errors.InvalidKeyError(
+            f"the byte engine cannot address a key: {' '.join(text.partition('Debug source')[0].split())}", uri=uri
         )
     if status is None and _is_connection_error(text):
         return TransientError(f"the connection failed ({_find_cause(text)})", uri)
@@ -111,8 +124,9 @@ def translate(error: BaseException, uri: str) -> StoreError | TransientError:
 def translate_response(status: int, body: bytes, uri: str) -> StoreError | TransientError:
     """Return voxlane's error for a response to a request on `uri` that the engine did not send."""
     text = body.decode(errors="replace")
+    parts = [match[1] for pattern in (_CODE, _MESSAGE) if (match := pattern.search(text))]
     try:
-        message = str(json.loads(text)["error"]["message"])
+        message = ": ".join(parts) or str(json.loads(text)["error"]["message"])
     except (ValueError, KeyError, TypeError):
         message = text[:200]
     if status == 405:
@@ -162,6 +176,26 @@ def _classify(
     if "QuotaExceeded" in code or is_any(marks=["No space left", "os error 28"]):
         return StoreError("no space left", uri=uri, fix="Free some space, or raise the quota")
     return TransientError(f"the service answered {status}{details}", uri) if status in _RETRIED_STATUS else None
+
+
+def unknown_length_error(uri: str) -> UnknownLengthError:
+    """Return the error for a response without a length."""
+    problem = "the response has no Content-Length, so it cannot be checked"
+    return UnknownLengthError(problem, uri=uri, fix="Check the server, and any proxy before it")
+
+
+def describe_connection_error(error: Exception) -> str:
+    """Return in a few words why a connection of Python's own HTTP client failed."""
+    return _find_cause(f"{error}" or type(error).__name__)
+
+
+def _classify_malformed(text: str, uri: str) -> StoreError | TransientError | None:
+    """Return voxlane's error for a response that the engine could not check, else None."""
+    if _WRONG_RANGE.search(text):
+        return TransientError(f"the response is not the requested range ({text.splitlines()[0]})", uri)
+    if "Content-Length Header missing" in text:
+        return unknown_length_error(uri)
+    return None
 
 
 def _is_connection_error(text: str) -> bool:

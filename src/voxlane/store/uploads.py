@@ -19,7 +19,7 @@ from voxlane import uri as uris
 from voxlane.errors import BucketNotFoundError, StoreError
 from voxlane.store.bucket import Store, ignore_missing_object
 from voxlane.store.credentials import azure_container, s3_client
-from voxlane.store.gcs_json import COMPOSED_PREFIX, GcsJson
+from voxlane.store.gcs_json import COMPOSED_PREFIXES, GcsJson
 from voxlane.store.objects import ObjectInfo
 
 _STAGED = re.compile(r"#\d+$")
@@ -41,7 +41,7 @@ def find_leftovers(store: Store, *, older_than_s: float) -> tuple[list[ObjectInf
     """Return the joined objects of composed downloads that were written at least `older_than_s` ago, and the number of
     younger ones."""
     before = datetime.now(UTC) - timedelta(seconds=older_than_s)
-    listed = list(store.list_folder(COMPOSED_PREFIX))
+    listed = [joined for prefix in COMPOSED_PREFIXES for joined in store.list_folder(prefix)]
     leftovers = [joined for joined in listed if joined.modified is not None and joined.modified <= before]
     return leftovers, len(listed) - len(leftovers)
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from google.auth.credentials import AnonymousCredentials
+from google.cloud import storage
 
 from tests.conftest import Bucket
 from voxlane import Entry, Manifest, errors, list_objects
@@ -46,18 +48,17 @@ def test_server_that_lists_folder_by_folder(s3: Bucket) -> None:
     assert list_objects("s3://bkt/", store=store).keys() == sorted(names)
 
 
-def test_folder_markers_are_not_objects(s3_emulator: Bucket, emulator: Emulator) -> None:
-    objects = {"scans/": b"", "scans/a": b"x", "scans-2": b"", "lone": b"", "empty/": b""}
+def test_folder_markers_are_left_out_and_counted(s3_emulator: Bucket, emulator: Emulator) -> None:
+    """A marker is an empty object whose key ends in a slash; nothing else is one, whatever keys lie below it."""
+    objects = {"scans/": b"", "scans/todo/": b"", "scans/a": b"x", "e": b"", "e/x": b"x", "full/": b"bytes", "/": b""}
     emulator.put_many("bkt", objects)
-    keys = list_objects("s3://bkt/", config=s3_emulator.config).keys()
-    assert "scans" not in keys
-    assert {"scans/a", "scans-2", "lone"} <= set(keys)
-
-
-def test_key_the_engine_cannot_address_is_named(gcs: Bucket, emulator: Emulator) -> None:
-    emulator.put("bkt", "a//b", b"x")
-    with pytest.raises(errors.StoreError, match="a//b"):
-        list_objects("gs://bkt/", config=gcs.config)
+    manifest = list_objects("s3://bkt/", config=s3_emulator.config)
+    assert manifest.keys() == ["e", "e/x", "full/", "scans/a"]
+    assert manifest.folder_markers == 3
+    assert manifest.match("*x").folder_markers == 3
+    with_markers = list_objects("s3://bkt/", config=s3_emulator.config, folder_markers=True)
+    assert with_markers.keys() == sorted(objects)
+    assert with_markers.folder_markers == 0
 
 
 def test_match(folder: Bucket) -> None:
@@ -105,3 +106,22 @@ def test_empty_bucket_lists_as_nothing(bucket: Bucket) -> None:
     assert len(manifest) == 0
     assert manifest.table.schema == SCHEMA
     assert manifest.fingerprint
+
+
+def test_storage_classes_select_objects_on_gcs(gcs: Bucket, emulator: Emulator) -> None:
+    client = storage.Client(
+        project="test", credentials=AnonymousCredentials(), client_options={"api_endpoint": emulator.url}
+    )
+    for name, storage_class in {"a": "STANDARD", "b": "NEARLINE", "c": "ARCHIVE"}.items():
+        blob = client.bucket("bkt").blob(name)
+        blob.storage_class = storage_class
+        blob.upload_from_string(b"x")
+    client.close()
+    assert list_objects(gcs.uri, config=gcs.config).keys() == ["a", "b", "c"]
+    assert list_objects(gcs.uri, config=gcs.config, storage_classes=["STANDARD", "ARCHIVE"]).keys() == ["a", "c"]
+    assert list_objects(gcs.uri, config=gcs.config, storage_classes=["COLDLINE"]).keys() == []
+
+
+def test_storage_classes_of_another_cloud_are_an_error(s3_emulator: Bucket) -> None:
+    with pytest.raises(errors.ConfigError, match="storage_classes can be listed only on GCS"):
+        list_objects(s3_emulator.uri, config=s3_emulator.config, storage_classes=["STANDARD"])

@@ -8,18 +8,26 @@ from typing import Any
 
 import pyarrow as pa
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from tests.conftest import Bucket
+from voxlane import list_objects
+from voxlane.store import direct
 from voxlane.store.listing.parallel import OutOfOrderError, ParallelLister
+from voxlane.testing import Emulator
 
-SEGMENT = st.text(st.characters(min_codepoint=33, max_codepoint=0x10FFFF, exclude_characters="/", exclude_categories=("Cs", "Cc")), min_size=1, max_size=6).filter(lambda s: s not in (".", ".."))  # noqa: E501  # fmt: skip
-WILD = st.lists(SEGMENT, min_size=1, max_size=3).map("/".join)
+SEGMENT = st.text(
+    st.characters(min_codepoint=1, max_codepoint=0x10FFFF, exclude_characters="/", exclude_categories=["Cs"]),
+    max_size=6,
+)
+WILD = st.lists(SEGMENT, min_size=1, max_size=3).map("/".join).filter(bool)
 NUMBERED = st.integers(0, 99_999).map(lambda i: f"train/case_{i:05d}/img.nii.gz")
 NESTED = st.lists(st.sampled_from(["a", "a-", "a/a", "a.b", "img", "img-"]), min_size=1, max_size=4).map("".join)
-KEY_SETS = st.one_of(*(st.sets(k, max_size=200) for k in (WILD, NUMBERED, NESTED))).map(
-    lambda keys: {k for k in keys if not any(s in ("", ".", "..") for s in k.split("/"))}
-)
+PIECES = ["a", "b", "/", "//", ".", "..", "\t", "\n", "\x7f", "%2F", "+", " ", "é", "e\u0301", "\u2028", "😀", "0"]
+HOSTILE = st.lists(st.sampled_from(PIECES), min_size=1, max_size=6).map("".join)
+"""Keys that are paths nowhere: empty and dot segments, control characters, slashes at the ends."""
+KEY_SETS = st.one_of(*(st.sets(k, max_size=200) for k in (WILD, NUMBERED, NESTED, HOSTILE)))
 
 
 def paged(keys: set[str], page: int, order: Callable[[str], Any]) -> Callable[[str | None], Iterator[Any]]:
@@ -87,3 +95,31 @@ def test_failing_page_fails_the_listing() -> None:
 
     with pytest.raises(ConnectionError, match="gone"):
         ParallelLister(pages, "", workers=4, on_keys=lambda n: None).run()
+
+
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    keys=st.sets(st.one_of(HOSTILE, NUMBERED, WILD), max_size=60),
+    page=st.integers(1, 9),
+    workers=st.sampled_from([1, 2, 8]),
+    data=st.data(),
+)
+@pytest.mark.parametrize("dialect", ["gcs", "s3_emulator"])
+def test_listing_a_server_equals_its_sorted_keys(
+    dialect: str,
+    request: pytest.FixtureRequest,
+    emulator: Emulator,
+    keys: set[str],
+    page: int,
+    workers: int,
+    data: st.DataObject,
+) -> None:
+    bucket: Bucket = request.getfixturevalue(dialect)
+    emulator.wipe()
+    emulator.create_bucket("bkt")
+    emulator.put_many("bkt", dict.fromkeys(keys, b"x"))
+    prefix = data.draw(st.sampled_from(["", *sorted({k[: len(k) // 2] for k in keys} | keys)]))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(direct, "LIST_PAGE_KEYS", page)
+        manifest = list_objects(f"{bucket.uri}/{prefix}", config=bucket.config, concurrency=workers)
+    assert manifest.keys() == sorted(key for key in keys if key.startswith(prefix))

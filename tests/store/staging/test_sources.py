@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import hashlib
+import os
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from tests.conftest import Bucket
 from voxlane.errors import BucketNotFoundError, ConfigError, EmptyError, NotFoundError, StoreError
 from voxlane.sizes import format_bytes, parse_bytes
 from voxlane.store.ranges import Span, split
 from voxlane.store.staging import SourceListing, default_name, list_source
-from voxlane.store.staging.sources import PART_BYTES
+from voxlane.store.staging.sources import PART_BYTES, file_paths
 from voxlane.testing import Access, Emulator
 
 
@@ -44,23 +48,42 @@ def test_unreadable_sources_are_refused(gcs: Bucket, emulator: Emulator, tmp_pat
 
 
 @pytest.mark.parametrize(
-    ("names", "problem"),
+    ("name", "path"),
     [
-        (["a/../../etc/passwd"], r"path component '\.\.'"),
-        (["/etc/passwd"], "empty path component"),
-        (["a//b"], "empty path component"),
-        (["a/./b"], r"path component '\.'"),
-        (["folder/"], "empty path component"),
-        (["a\0b"], "null byte"),
-        (["x" * 256], "longer than 255"),
-        (["é" * 128], "longer than 255"),
-        (["a/b", "a"], "'a' is both an object and a prefix of other objects"),
-        (["a/b/c", "a/b"], "'a/b' is both an object"),
+        ("a/../../etc/passwd", "a/%voxlane-%2E%2E/%voxlane-%2E%2E/etc/passwd"),
+        ("/etc/passwd", "%voxlane-/etc/passwd"),
+        ("a//b", "a/%voxlane-/b"),
+        ("a/./b", "a/%voxlane-%2E/b"),
+        ("folder/", "folder/%voxlane-"),
+        ("a\0b", "%voxlane-a%00b"),
+        ("é" * 128, f"%voxlane-{hashlib.sha256(('é' * 128).encode()).hexdigest()}"),
+        ("%voxlane-/x", "%voxlane-%25voxlane-/x"),
     ],
 )
-def test_names_that_no_folder_can_hold_are_refused(names: list[str], problem: str) -> None:
-    with pytest.raises(ConfigError, match=problem):
-        SourceListing.of("gs://bkt/src", [(name, 1, None) for name in names])
+def test_names_that_no_file_can_have_are_escaped(name: str, path: str) -> None:
+    [item] = SourceListing.of("gs://bkt/src", [(name, 1, None)]).objects
+    assert (item.name, item.file) == (name, path)
+
+
+def test_object_that_is_also_a_folder_is_stored_in_it() -> None:
+    assert file_paths(["a", "a/b", "a/b/c"]) == {"a": "a/%voxlane-object", "a/b": "a/b/%voxlane-object"}
+    assert file_paths(["a", "b"]) == {}
+
+
+PARTS = ["", ".", "..", "a", "b", "%voxlane-", "%voxlane-object", "%2E", "\0", "\t", "x" * 256]
+
+
+@given(st.sets(st.lists(st.sampled_from(PARTS), min_size=1, max_size=4).map("/".join).filter(bool), max_size=30))
+def test_every_name_has_a_file_of_its_own_inside_the_folder(names: set[str]) -> None:
+    escaped = file_paths(names)
+    paths = [escaped.get(name, name) for name in names]
+    assert len(set(paths)) == len(names)
+    folders = {path[:index] for path in paths for index, character in enumerate(path) if character == "/"}
+    assert not folders.intersection(paths)
+    for path in paths:
+        assert os.path.normpath(path) == path
+        assert not path.startswith(("/", ".."))
+        assert all(len(part.encode()) <= 255 and "\0" not in part for part in path.split("/"))
 
 
 def test_default_names() -> None:

@@ -497,3 +497,37 @@ def test_killed_removal_leaves_nothing_behind(gcs: Bucket, tmp_path: Path) -> No
     remove(tmp_path, "other")
     assert not list_blobs(tmp_path)
     assert not list((tmp_path / "partial").iterdir())
+
+
+def test_keys_that_no_file_can_have_are_staged_inside_the_folder(
+    gcs: Bucket, emulator: Emulator, tmp_path: Path
+) -> None:
+    """A key such as ../../etc/x must not leave the folder, and must not fail the copy of the others."""
+    keys = [
+        "../../../escaped",
+        "/etc/passwd",
+        "a//b",
+        "a/./b",
+        "e",
+        "e/x",
+        "full/",
+        "tab\tline\n",
+        "é",
+        "e\u0301",
+        "%41",
+    ]
+    contents = {f"src/{key}": key.encode() for key in keys}
+    emulator.put_many("bkt", {**contents, "src/todo/": b""})
+    root = tmp_path / "root" / "staged"
+    report = stage("gs://bkt/src", root, config=gcs.config, reserve_bytes=0)
+    assert (report.objects, report.copied) == (len(keys), len(keys))
+    entries = read_manifest(report.folder)[1]
+    assert {f"src/{name}": Path(report.folder, entry.file).read_bytes() for name, entry in entries.items()} == contents
+    files = {path for path in tmp_path.rglob("*") if path.is_file() and f"{root}/objects" not in str(path)}
+    inside = {path for path in files if path.is_relative_to(report.folder)}
+    assert {path.name for path in files - inside} == {"lock"}
+    assert stage("gs://bkt/src", root, config=gcs.config, reserve_bytes=0, verify=True).copied == 0
+    emulator.delete("bkt", "src/e/x")
+    again = stage("gs://bkt/src", root, config=gcs.config, reserve_bytes=0)
+    assert (again.copied, again.objects) == (1, len(keys) - 1)
+    assert Path(again.folder, "e").read_bytes() == b"e"

@@ -38,11 +38,13 @@ Entry = ObjectInfo
 class Manifest:
     """The objects of a listing in key order; an immutable sequence of `Entry`."""
 
-    def __init__(self, uri: str, table: Any) -> None:
+    def __init__(self, uri: str, table: Any, folder_markers: int = 0) -> None:
         self.uri = uri
         """The URI that was listed; keys are complete paths inside its bucket."""
         self.table = table
         """A pyarrow table with the columns key, size, etag and version."""
+        self.folder_markers = folder_markers
+        """Number of folder markers (empty objects whose keys end in a slash) that the listing left out."""
 
     @property
     def root(self) -> str:
@@ -75,7 +77,7 @@ class Manifest:
         return f"Manifest({self.uri!r}, {len(self):,} objects, {self.total_bytes:,} bytes)"
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"uri": self.uri, "table": self.table}
+        return {"uri": self.uri, "table": self.table, "folder_markers": self.folder_markers}
 
     @cached_property
     def _columns(self) -> tuple[Any, Any, Any]:
@@ -136,7 +138,8 @@ class Manifest:
             raise ConfigError(
                 "match: an empty list of patterns selects nothing", fix="Leave it out to select all objects"
             )
-        return Manifest(self.uri, self.table.filter(reduce(pc.or_, map(self._match_mask, pattern_list))))
+        mask = reduce(pc.or_, map(self._match_mask, pattern_list))
+        return Manifest(self.uri, self.table.filter(mask), self.folder_markers)
 
     def _match_mask(self, pattern: str) -> Any:
         suffix = pattern[1:]

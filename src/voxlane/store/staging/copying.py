@@ -114,7 +114,7 @@ class ObjectCopier:
         for item in objects:
             # Written in place at once: the object counts only once the manifest has its entry, and a rename from
             # elsewhere would take a lock of the whole file system for every object.
-            path = f"{self.folder}/{item.name}"
+            path = f"{self.folder}/{item.file}"
             self.root.make_folder(os.path.dirname(path))
             handle, is_direct = _open_new(path, item.size)
             parts = split(item.size, PART_BYTES) or [Span(0, 0)]
@@ -240,7 +240,7 @@ class ObjectCopier:
         os.close(transfer.handle)
         self.root.publish(transfer.path, digest)
         mtime = os.stat(transfer.path).st_mtime_ns
-        line = ManifestEntry(item.name, item.size, item.etag, digest, mtime).to_json() + "\n"
+        line = ManifestEntry(item.name, item.size, item.etag, digest, mtime, path=item.path).to_json() + "\n"
         with self._lock:
             self._manifest.write(line.encode())
             self._manifest.flush()

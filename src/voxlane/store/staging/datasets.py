@@ -215,8 +215,9 @@ class _CopyUpdate:
         unverified: list[ManifestEntry] = []
         for item in self.listing.objects:
             entry = self._old_entries.get(item.name)
-            size, mtime = self._files.get(item.name, (-1, 0))
-            if entry is None or (entry.etag, entry.size, size) != (item.etag, item.size, item.size):
+            size, mtime = self._files.get(item.file, (-1, 0))
+            expected = item.etag, item.size, item.size, item.path
+            if entry is None or (entry.etag, entry.size, size, entry.path) != expected:
                 continue
             if verify or mtime != entry.mtime:
                 unverified.append(entry)
@@ -225,16 +226,17 @@ class _CopyUpdate:
         self._verify(unverified)
         complete = {entry.name for entry in self.entries}
         self.missing = [item for item in self.listing.objects if item.name not in complete]
-        self._outdated = [name for name in self._files if name not in complete]
+        current_files = {entry.file for entry in self.entries}
+        self._outdated = [path for path in self._files if path not in current_files]
 
     def _verify(self, entries: list[ManifestEntry]) -> None:
         """Add the entries whose files have the right content; remove damaged contents from all copies."""
         self.report("checking")
         with ThreadPoolExecutor(_VERIFY_THREADS, thread_name_prefix="voxlane-check") as pool:
-            paths = [f"{self.folder}/{entry.name}" for entry in entries]
+            paths = [f"{self.folder}/{entry.file}" for entry in entries]
             for entry, path, digest in zip(entries, paths, pool.map(local_store.hash_file, paths), strict=True):
                 if digest == entry.digest:
-                    self._add(replace(entry, mtime=self._files[entry.name][1]))
+                    self._add(replace(entry, mtime=self._files[entry.file][1]))
                     self.report("checking")
                 else:
                     blob = self.root.blob_path(entry.digest)
@@ -260,8 +262,8 @@ class _CopyUpdate:
         missing = []
         for item in self.missing:
             entry = available.get((f"{self.origin.source}/{item.name}", item.etag, item.size))
-            if entry and self.root.link_existing(entry.digest, entry.size, entry.mtime, f"{self.folder}/{item.name}"):
-                self._add(replace(entry, name=item.name))
+            if entry and self.root.link_existing(entry.digest, entry.size, entry.mtime, f"{self.folder}/{item.file}"):
+                self._add(replace(entry, name=item.name, path=item.path))
             else:
                 missing.append(item)
         self.shared = len(self.missing) - len(missing)

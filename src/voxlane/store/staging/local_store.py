@@ -1,7 +1,8 @@
 """Manage the folder on a local disk that holds staged copies and their records.
 
     ROOT/objects/ab/<digest>                      each distinct content, stored once
-    ROOT/datasets/<name>/<object name>            objects of one copy, as hard links to the contents
+    ROOT/datasets/<name>/<object name>            objects of one copy, as hard links to the contents; names that cannot
+                                                  be paths are escaped (sources.file_paths)
     ROOT/datasets/<name>/.voxlane/manifest.jsonl  the source, then one line per complete object
     ROOT/datasets/<name>/.voxlane/staged.json     written last, once every object is complete
     ROOT/datasets/<name>/.voxlane/used            its modification time is the time of the last use
@@ -54,7 +55,7 @@ class ManifestEntry(SourceObject):
 
     def to_json(self) -> str:
         """Return the entry as a line of the manifest, without the newline."""
-        return json.dumps(asdict(self))
+        return json.dumps({name: value for name, value in asdict(self).items() if name != "path" or value is not None})
 
 
 @dataclass(frozen=True, slots=True)

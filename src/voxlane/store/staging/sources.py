@@ -1,12 +1,13 @@
-"""List the objects below a source, and check that a folder can hold files with their names."""
+"""List the objects below a source, and choose the paths of their files in a copy."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import re
+import urllib.parse
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 from voxlane import uri as uris
@@ -18,6 +19,8 @@ PART_BYTES = 8 << 20
 """Size of the parts in which objects are read and checksummed."""
 RECORDS = ".voxlane"
 """Name of the folder inside a copy that holds its records; objects in such a folder are not staged."""
+_ESCAPE = "%voxlane-"
+"""Start of the name of a file for a part of a key that cannot be a file name."""
 _MAX_NAME_BYTES = 255
 """Longest file name that file systems accept."""
 
@@ -27,11 +30,18 @@ class SourceObject:
     """An object of a source."""
 
     name: str
-    """Key relative to the source, which is also the path in the copy."""
+    """Key relative to the source."""
     size: int
     """Size in bytes."""
     etag: str | None
     """Version of the object, without quotes; None if the server reports none."""
+    path: str | None = field(default=None, kw_only=True)
+    """Path of the file in the copy; None if it is the name."""
+
+    @property
+    def file(self) -> str:
+        """Path of the file in the copy."""
+        return self.name if self.path is None else self.path
 
 
 @dataclass(frozen=True)
@@ -58,13 +68,10 @@ class SourceListing:
 
     @classmethod
     def of(cls, source: str, objects: Iterable[tuple[str, int, str | None]]) -> SourceListing:
-        """Build a listing from (name, size, etag) tuples; raise ConfigError if a folder cannot hold such names."""
-        items = [
-            SourceObject(name, size, strip_quotes(etag))
-            for name, size, etag in objects
-            if name.partition("/")[0] != RECORDS
-        ]
-        check_names(source, [item.name for item in items])
+        """Build a listing from (name, size, etag) tuples."""
+        rows = [row for row in objects if row[0].partition("/")[0] != RECORDS]
+        paths = file_paths(name for name, _, _ in rows)
+        items = [SourceObject(name, size, strip_quotes(etag), path=paths.get(name)) for name, size, etag in rows]
         return cls(normalize_source(source), tuple(sorted(items, key=lambda item: item.name)))
 
 
@@ -105,38 +112,29 @@ def default_name(source: str) -> str:
     return f"{component or 'data'}-{hashlib.sha256(uri.encode()).hexdigest()[:8]}"
 
 
-def check_names(source: str, names: list[str]) -> None:
-    """Raise ConfigError for object names that cannot be files below one folder, or would escape it."""
+def file_paths(names: Iterable[str]) -> dict[str, str]:
+    """Return the path, relative to one folder, of the file for each object whose name cannot be its path.
+
+    A part between slashes that cannot be a file name (empty, `.`, `..`, with a null byte, longer than 255 bytes) is
+    written as `%voxlane-` and its percent-encoding, or its SHA-256 if it is too long. An object that is also a folder
+    of others is stored in that folder as `%voxlane-object`. No path leaves the folder, and no two names share one.
+    """
+    escaped = {name: "/".join(map(_escape_part, name.split("/"))) for name in names}
     folders: set[str] = set()
-    for name in names:
-        for component in name.split("/"):
-            if problem := _describe_invalid_component(component):
-                shown = name if len(name) < 80 else f"{name[:60]}..."
-                raise ConfigError(
-                    f"the object {shown!r} cannot be stored as a file: {problem}",
-                    uri=source,
-                    fix="Rename it in the bucket, or stage a folder that does not contain it",
-                )
-        folder = name.rpartition("/")[0]
+    for path in escaped.values():
+        folder = path.rpartition("/")[0]
         while folder and folder not in folders:
             folders.add(folder)
             folder = folder.rpartition("/")[0]
-    if conflicts := folders.intersection(names):
-        raise ConfigError(
-            f"{min(conflicts)!r} is both an object and a prefix of other objects",
-            uri=source,
-            fix="Rename it: on a disk it would be both a file and a folder",
-        )
+    paths = {name: f"{path}/{_ESCAPE}object" if path in folders else path for name, path in escaped.items()}
+    return {name: path for name, path in paths.items() if path != name}
 
 
-def _describe_invalid_component(component: str) -> str:
-    """Return why a path component cannot be a file name, or an empty string if it can."""
-    if not component:
-        return "its name contains an empty path component"
-    if component in (".", ".."):
-        return f"its name contains the path component {component!r}"
-    if "\0" in component:
-        return "its name contains a null byte"
-    if len(component.encode("utf-8", "surrogatepass")) > _MAX_NAME_BYTES:
-        return f"its name contains a path component longer than {_MAX_NAME_BYTES} bytes"
-    return ""
+def _escape_part(part: str) -> str:
+    """Return a part of a name as the name of a file or folder."""
+    encoded = part.encode()
+    if len(encoded) > _MAX_NAME_BYTES:
+        return _ESCAPE + hashlib.sha256(encoded).hexdigest()
+    if part in ("", ".", "..") or "\0" in part or part.startswith(_ESCAPE):
+        return _ESCAPE + urllib.parse.quote(part, safe="").replace(".", "%2E")
+    return part

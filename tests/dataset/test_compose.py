@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import multiprocessing
 import os
 import signal
@@ -156,9 +157,19 @@ def test_clean_removes_leftovers_of_a_killed_run(
 
 def test_manifest_without_generations_raises(gcs: Bucket, put: Put) -> None:
     put(gcs, OBJECTS)
-    manifest: Manifest = list_objects("gs://bkt/s/", config=gcs.config)
+    listed: Manifest = list_objects("gs://bkt/s/", config=gcs.config)
+    manifest = Manifest.of(listed.uri, [dataclasses.replace(entry, version=None) for entry in listed])
     with pytest.raises(errors.ConfigError, match="needs each object's generation"):
         list(MapDataset(manifest, config=gcs.config, compose="on"))
     assert list(MapDataset(manifest, config=gcs.config, compose="auto")) == list(OBJECTS.values())
     with_generations = list_objects("gs://bkt/s/", config=gcs.config, generations=True)
     assert list(MapDataset(with_generations, config=gcs.config, compose="on")) == list(OBJECTS.values())
+
+
+def test_odd_keys_are_composed(gcs: Bucket, emulator: Emulator) -> None:
+    contents = {key: key.encode() * 50 for key in ("a//b", "/a", "a/../b", "tab\tkey", "full/", "e", "e/x", "plain")}
+    emulator.put_many("bkt", {**contents, "todo/": b""})
+    dataset = IterableDataset("gs://bkt", config=gcs.config, compose="on")
+    assert list(dataset) == [contents[key] for key in sorted(contents)]
+    assert dataset.manifest.folder_markers == 1
+    assert emulator.counters().compose.requests == 1

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import multiprocessing
 import pickle
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.conftest import Bucket
-from voxlane import DataLoader, IterableDataset, Manifest, MapDataset, StoreConfig, errors, list_objects
+from voxlane import DataLoader, IterableDataset, Manifest, MapDataset, Store, StoreConfig, errors, list_objects
 from voxlane.dataset.samples import align
 from voxlane.testing import Access, Emulator, Faults
 
@@ -369,3 +371,96 @@ def test_key_function_that_raises_names_the_key(folder: Bucket, put: Put) -> Non
     )
     with pytest.raises(errors.PairError, match=r"key= raised IndexError on '.*x/a'"):
         len(zipped)
+
+
+ODD_KEYS = [
+    "a//b",
+    "/lead",
+    "a/../b",
+    "../../x",
+    "tab\tkey",
+    "line\nfeed",
+    "full/",
+    "e",
+    "e/x",
+    "a%20b",
+    "é",
+    "e\u0301",
+]
+
+
+@pytest.mark.parametrize("dialect", ["gcs", "s3_emulator"])
+@pytest.mark.parametrize("style", [MapDataset, IterableDataset])
+def test_bucket_with_odd_keys_is_read_completely(
+    dialect: str, style: type[Any], request: pytest.FixtureRequest, emulator: Emulator, tmp_path: Path
+) -> None:
+    """A tenth of the keys cannot be addressed by the byte engine, some are empty, and some are folder markers."""
+    bucket: Bucket = request.getfixturevalue(dialect)
+    contents = {key: key.encode() * 1000 for key in ODD_KEYS} | {"empty": b"", "e": b""}
+    contents |= {f"clean/{i:03d}": bytes([i]) * 500 for i in range(100)}
+    emulator.put_many("bkt", {**contents, "scans/": b"", "scans/todo/": b"", "e/": b""})
+    expected = [contents[key] for key in sorted(contents)]
+    config = dataclasses.replace(bucket.config, part_bytes=2000)  # the odd keys are read in ranges, too
+    for _ in range(2):  # from the bucket, then from the cache
+        dataset = style(bucket.uri, config=config, cache=tmp_path)
+        assert [sample for batch in DataLoader(dataset, batch_size=10, num_workers=2) for sample in batch] == expected
+        assert dataset.manifest.folder_markers == 3
+    clean = [body for key, body in sorted(contents.items()) if key.startswith("clean/")]
+    assert list(style(bucket.uri, config=bucket.config, match="clean/*")) == clean
+    dataset.manifest.save(f"{tmp_path}/m.parquet")
+    assert list(style(Manifest.load(f"{tmp_path}/m.parquet"), config=bucket.config)) == expected
+
+
+def test_odd_key_that_changes_is_skipped_alone(gcs: Bucket, emulator: Emulator) -> None:
+    contents = {key: key.encode() for key in ODD_KEYS}
+    emulator.put_many("bkt", contents)
+    dataset = MapDataset("gs://bkt", config=gcs.config, on_error="skip")
+    assert len(dataset) == len(ODD_KEYS)
+    emulator.put("bkt", "a//b", b"other")
+    emulator.delete("bkt", "full/")
+    with pytest.raises(errors.ChangedError, match="gs://bkt/a//b"):
+        MapDataset(dataset.manifest, config=gcs.config)[sorted(ODD_KEYS).index("a//b")]
+    samples = [sample for batch in DataLoader(dataset, batch_size=4, num_workers=2) for sample in batch]
+    assert samples == [contents[key] for key in sorted(ODD_KEYS) if key not in ("a//b", "full/")]
+    assert dataset.skipped == 2
+
+
+def test_odd_keys_are_zipped(gcs: Bucket, emulator: Emulator) -> None:
+    names = ["a//b", "../c", "d\te", "f "]
+    emulator.put_many("bkt", {f"{side}/{name}.bin": f"{side}{name}".encode() for side in "xy" for name in names})
+    pairs = MapDataset.zip(
+        x=MapDataset("gs://bkt/x/", config=gcs.config), y=MapDataset("gs://bkt/y/", config=gcs.config)
+    )
+    assert list(pairs) == [{"x": f"x{name}".encode(), "y": f"y{name}".encode()} for name in sorted(names)]
+
+
+def test_key_that_needs_a_missing_extra_is_skipped_alone(
+    s3_emulator: Bucket, emulator: Emulator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    emulator.put_many("bkt", {"a": b"1", "b//c": b"2", "d": b"3"})
+    manifest = list_objects("s3://bkt", config=s3_emulator.config)
+    monkeypatch.setitem(sys.modules, "botocore.auth", None)
+    with pytest.raises(errors.MissingExtraError, match=r"s3://bkt/b//c: .*voxlane\[s3\]"):
+        list(MapDataset(manifest, config=s3_emulator.config))
+    dataset = IterableDataset(manifest, config=s3_emulator.config, on_error="skip")
+    assert (list(dataset), dataset.skipped) == ([b"1", b"3"], 1)
+
+
+@pytest.mark.parametrize("receives_directly", [True, False])
+def test_objects_of_all_sizes_are_read_exactly(
+    bucket: Bucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, receives_directly: bool
+) -> None:
+    """Objects of at least 1 MiB are received into their memory, those above a part in several ranges."""
+    if not receives_directly:
+        monkeypatch.setattr(Store, "receives_directly", False)
+    mib, part_bytes = 1 << 20, 5 << 20
+    sizes = (0, 1, mib - 1, mib, 3 * mib, part_bytes, part_bytes + 1, 2 * part_bytes + 7)
+    pattern = bytes(range(251))
+    bodies = [(pattern * (size // 251 + 1))[:size] for size in sizes]
+    store = bucket.with_config(part_bytes=part_bytes).store
+    for number, body in enumerate(bodies):
+        store.put(bucket.key(f"{number}.bin"), body)
+    dataset = MapDataset(f"{bucket.uri}/", config=store.config, cache=str(tmp_path / "cache"))
+    for _ in range(2):  # the second time from the cache
+        assert [dataset[i] for i in range(len(bodies))] == bodies
+    assert list(IterableDataset(f"{bucket.uri}/", config=store.config)) == bodies

@@ -17,6 +17,8 @@ from voxlane.errors import (
     ChangedError,
     ConfigError,
     DecodeError,
+    InvalidKeyError,
+    MissingExtraError,
     NotFoundError,
     RangeError,
     StateError,
@@ -28,7 +30,7 @@ from voxlane.store.listing import Manifest
 from voxlane.uri import StrPath
 
 OnError = Literal["raise", "skip"]
-_SKIPPABLE = (NotFoundError, ChangedError, DecodeError, RangeError, UnavailableError)
+_SKIPPABLE = (NotFoundError, ChangedError, DecodeError, InvalidKeyError, RangeError, UnavailableError)
 """Errors of a single object, which can be skipped. Errors of the bucket (credentials, permissions) always raise."""
 _log = logging.getLogger("voxlane")
 
@@ -260,7 +262,8 @@ class BucketDataset(OrderedDataset):
         try:
             return sample.result()
         except VoxlaneError as error:
-            if self.on_error != "skip" or not isinstance(error, _SKIPPABLE):
+            is_one_key = isinstance(error, _SKIPPABLE) or (isinstance(error, MissingExtraError) and error.uri)
+            if self.on_error != "skip" or not is_one_key:
                 raise
             self._counters.add_skipped()
             _log.warning("skipped: %s", error)

@@ -13,14 +13,11 @@ import numpy.typing as npt
 
 from voxlane.dataset.cache import DiskCache
 from voxlane.dataset.compose import Composer, plan_groups
-from voxlane.errors import NotFoundError
 from voxlane.store import Store
 from voxlane.store.listing import Entry
 from voxlane.store.objects import changed_error
 from voxlane.store.ranges import Span, split
 
-_IN_PLACE_BYTES = 256 * 1024
-"""Objects of at least this size are read into their final memory; for smaller ones a copy is cheaper."""
 _BULK_BYTES = 1 << 20
 """Objects of at least this size share `max_parts` requests in flight: bandwidth limits them, not latency."""
 
@@ -84,26 +81,18 @@ class ObjectReader:
         return None if body is None else PendingObject([], body)
 
     def _submit_plain(self, entry: Entry) -> PendingObject:
-        if entry.size < min(_IN_PLACE_BYTES, self._store.config.part_bytes):
-            return PendingObject([self._store.submit(self._read_small, entry)])
-        submit = self._store.submit_part if entry.size >= _BULK_BYTES else self._store.submit
+        is_bulk = entry.size >= _BULK_BYTES
+        submit = self._store.submit_part if is_bulk else self._store.submit
+        # For smaller objects, and for one request of the engine, reading into given memory would take longer.
+        if entry.size <= self._store.config.part_bytes and not (is_bulk and self._store.receives_directly):
+            return PendingObject([submit(self._read_whole, entry)])
         spans = split(entry.size, self._store.config.part_bytes)
         body, target = _new_writable_bytes(entry.size)  # each part refers to `body`, which owns the target's memory
         countdown = list(range(len(spans)))
         return PendingObject([submit(self._read_part, entry, s, body, target, countdown) for s in spans], body)
 
-    def _read_small(self, entry: Entry) -> bytes:
-        try:
-            body = bytes(self._store.get(entry.key, etag=entry.etag))
-        except NotFoundError as error:
-            if entry.size or type(error) is not NotFoundError:
-                raise
-            raise NotFoundError(
-                "no such object",
-                uri=self._store.uri(entry.key),
-                fix="It was deleted after it was listed, or is the marker of an empty folder, which cannot be read; "
-                "exclude it with match=",
-            ) from None
+    def _read_whole(self, entry: Entry) -> bytes:
+        body = self._store.get_bytes(entry.key, etag=entry.etag)
         if len(body) != entry.size:
             raise changed_error(self._store.uri(entry.key), f"with {entry.size} bytes", f"{len(body)}")
         self._cache_object(entry, body)

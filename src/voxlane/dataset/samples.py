@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import os
 import tempfile
+import time
 import uuid
 import weakref
 from collections import deque
@@ -18,6 +19,7 @@ from torch.utils.data import get_worker_info
 from voxlane.dataset.cache import DiskCache
 from voxlane.dataset.compose import DEFAULT_MAX_BYTES, Composer
 from voxlane.dataset.order import Positions
+from voxlane.dataset.prefetch import WindowTuner
 from voxlane.dataset.reading import ObjectReader, PendingObject
 from voxlane.dataset.shared_counters import SharedCounters
 from voxlane.distributed import run_on_rank_zero
@@ -44,6 +46,9 @@ def list_once(
 
 class SampleSource:
     """One URI or manifest and how to read it. Constructed without I/O; lists and opens on first use in each process."""
+
+    _may_be_empty = False
+    """Whether a listing without objects is a dataset without samples instead of an error."""
 
     def __init__(
         self,
@@ -95,7 +100,7 @@ class SampleSource:
         """The objects of this source; listed on first use."""
         if self._manifest is None:
             self._manifest = self._list() if get_worker_info() is None else self._list_once_per_node()
-        if not len(self._manifest):
+        if not len(self._manifest) and not self._may_be_empty:
             problem = f"no object matches {self._match!r}" if self._match else "no objects"
             raise EmptyError(f"{problem} under this prefix", uri=self.uri, fix="Check the prefix: voxlane ls URI")
         return self._manifest
@@ -251,10 +256,12 @@ class PendingSample:
 
 def read_ahead(samples: Samples, indices: Sequence[int], max_bytes: int) -> Iterator[PendingSample]:
     """Yield the samples at `indices` in order, prefetched. At most `max_bytes` are being fetched or waiting, but always
-    one group of samples, whatever its size. Closing the generator cancels samples that have not started."""
+    one group of samples, whatever its size. The window starts small and grows as long as that makes the stream faster
+    (`WindowTuner`). Closing the generator cancels samples that have not started."""
     groups = samples.group_sizes(indices) if indices else []
     # More samples would not keep the threads busier, only use memory.
     max_samples = 4 * max(s.store.config.max_concurrency for s in samples.sources.values())
+    tuner = WindowTuner(max_bytes=max_bytes, max_samples=max_samples, now_s=time.perf_counter())
     window: deque[PendingSample] = deque()
     window_bytes = start = 0
     try:
@@ -262,16 +269,18 @@ def read_ahead(samples: Samples, indices: Sequence[int], max_bytes: int) -> Iter
             chosen = indices[start : start + count]
             start += count
             group_bytes = sum(samples.size(i) for i in chosen)
-            while window and (window_bytes + group_bytes > max_bytes or len(window) >= max_samples):
-                window_bytes -= window[0].size
-                yield window.popleft()
+            while window and (window_bytes + group_bytes > tuner.bytes or len(window) >= tuner.samples):
+                sample = window.popleft()
+                window_bytes -= sample.size
+                yield sample
+                tuner.count_taken(sample.size, time.perf_counter())
             window.extend(samples.submit(chosen))
             window_bytes += group_bytes
         while window:
             yield window.popleft()
     finally:
-        for sample in window:
-            sample.cancel()
+        for waiting in window:
+            waiting.cancel()
 
 
 def align(uris_by_name: Mapping[str, str], names: Mapping[str, Sequence[str]]) -> dict[str, Positions]:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import gc
 import io
 import json
 import multiprocessing
 import random
 import threading
+import time
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -18,9 +19,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.conftest import Bucket
-from voxlane import Checkpoint, Store, errors
+from voxlane import Checkpoint, Store, StoreConfig, errors
 from voxlane.checkpoint import save_sharded, verified_reader
-from voxlane.checkpoint.checksums import BLOCK_BYTES, Checksums, digest
+from voxlane.checkpoint.checksums import BLOCK_BYTES, BlockDigests, Checksums, digest
 from voxlane.checkpoint.verified_reader import add_contents, read_contents
 from voxlane.checkpoint.writer import ChecksummedWriter
 from voxlane.testing import Emulator
@@ -183,6 +184,25 @@ def test_file_of_another_tool_survives_a_save_that_fails(bucket: Bucket) -> None
     assert ckpt.load("a.ckpt") == {"new": 2}
 
 
+@pytest.mark.parametrize("scheme", ["gs", "s3"])
+def test_anonymous_client_overwrites_a_checkpoint(emulator: Emulator, scheme: str) -> None:
+    ckpt = Checkpoint(f"{scheme}://bkt/run", StoreConfig(endpoint=emulator.url, anonymous=True))
+    for n in range(3):
+        ckpt.save({"n": n}, "a.ckpt")
+        assert ckpt.load("a.ckpt") == {"n": n}
+
+
+def test_service_without_generations_overwrites_a_checkpoint(gcs: Bucket, monkeypatch: pytest.MonkeyPatch) -> None:
+    head = Store.head
+    monkeypatch.setattr(Store, "head", lambda store, key: replace(head(store, key), version=None))
+    with pytest.raises(errors.UnsupportedError, match="gs://bkt/k: the service gives no generation"):
+        gcs.store.put("k", b"new", if_etag=gcs.store.put("k", b"old").etag)
+    ckpt = Checkpoint(gcs.uri, gcs.config)
+    for n in range(3):
+        ckpt.save({"n": n}, "a.ckpt")
+        assert ckpt.load("a.ckpt") == {"n": n}
+
+
 def test_damaged_checksums_do_not_stop_the_next_save(gcs: Bucket) -> None:
     ckpt = Checkpoint(gcs.uri, gcs.config)
     ckpt.save({"n": 1}, "a.ckpt")
@@ -212,12 +232,18 @@ def test_checksums_do_not_depend_on_the_sizes_of_writes(sizes: list[int]) -> Non
     assert sums.size == len(data)
     blocks = range(0, len(data), BLOCK_BYTES)
     assert sums.digests == b"".join(digest(data[start : start + BLOCK_BYTES]) for start in blocks)
-    assert sums.find_damaged_block(0, data) is None
+    digests = BlockDigests(BLOCK_BYTES)
+    for start in range(0, len(data), 700_001):
+        digests.update(data[start : start + 700_001])
+    assert digests.finish() == sums.digests
+    assert sums.find_damaged_block(0, sums.digests) is None
     assert Checksums.from_json(json.loads(json.dumps(sums.to_json())), "") == sums
     if len(data):
         at = len(data) // 2
         data[at] ^= 1
-        bad = sums.find_damaged_block(0, data)
+        damaged = BlockDigests(BLOCK_BYTES)
+        damaged.update(data)
+        bad = sums.find_damaged_block(0, damaged.finish())
         assert bad is not None
         assert bad[0] <= at < bad[1]
 
@@ -257,10 +283,33 @@ def test_nothing_is_fetched_twice(gcs: Bucket) -> None:
 def test_writer_that_is_dropped_publishes_nothing(gcs: Bucket, emulator: Emulator) -> None:
     writer = Checkpoint(gcs.uri, gcs.config).writer("a.ckpt")
     writer.write(bytes(20 << 20))
-    del writer
-    gc.collect()
+    with pytest.warns(errors.DiscardedWarning, match=r"gs://bkt/a\.ckpt: 20,971,520 bytes were discarded.*close"):
+        del writer
+    while emulator.uploads("bkt"):  # a finalizer does not wait
+        time.sleep(0.01)
     assert emulator.keys("bkt") == []
-    assert emulator.uploads("bkt") == []
+
+
+def test_close_publishes(bucket: Bucket) -> None:
+    ckpt = Checkpoint(bucket.uri, bucket.config)
+    for name, tensor in {"small": torch.arange(10), "large": torch.arange(3 << 20)}.items():
+        writer = ckpt.writer(name)
+        torch.save({"w": tensor}, writer)  # type: ignore[arg-type]
+        writer.close()
+        writer.close()
+        assert torch.equal(ckpt.load(name)["w"], tensor)
+        with pytest.raises(ValueError, match=f"{name}: this writer was already closed or aborted"):
+            writer.write(b"more")
+
+
+def test_close_after_a_failed_write_raises_its_error(gcs: Bucket) -> None:
+    writer = Checkpoint("gs://no-such-bucket", gcs.config).writer("a")
+    with pytest.raises(errors.BucketNotFoundError):
+        for _ in range(100):
+            writer.write(bytes(8 << 20))
+    with pytest.raises(errors.BucketNotFoundError):
+        writer.close()
+    assert writer.closed
 
 
 def test_delete_removes_the_file_and_its_checksums(bucket: Bucket) -> None:
@@ -343,3 +392,15 @@ class _Watch:
 def _resident_bytes() -> int:
     with open("/proc/self/statm") as file:
         return int(file.read().split()[1]) * 4096
+
+
+def test_name_of_checksums_is_refused(bucket: Bucket) -> None:
+    ckpt = Checkpoint(bucket.uri, bucket.config)
+    with pytest.raises(errors.ConfigError, match=r"x\.sums: names that end in \.sums are those of checksums"):
+        ckpt.save({"n": 1}, "x.sums")
+
+
+def test_file_that_is_no_checkpoint_is_not_called_unsafe(gcs: Bucket) -> None:
+    gcs.store.put("notes.txt", "à la carte".encode())
+    with pytest.raises(errors.CheckpointError, match=r"notes\.txt: not a torch checkpoint"):
+        Checkpoint(gcs.uri, gcs.config).load("notes.txt")

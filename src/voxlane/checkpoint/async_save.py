@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import mmap
 import os
-from collections.abc import Iterator, Mapping
-from concurrent.futures import Future
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Literal, Self
 
 import torch
@@ -31,6 +33,8 @@ from voxlane.store import StoreConfig
 from voxlane.uri import StrPath
 
 _KeyPath = tuple[Any, ...]
+_MIN_REGISTERED_BYTES = 1 << 20
+"""Smaller tensors use torch's pinned memory."""
 
 
 class AsyncSaver:
@@ -42,7 +46,8 @@ class AsyncSaver:
                 if step % 1000 == 0:
                     saver.save({"model": model.state_dict()}, f"gs://bucket/run/step-{step}")
 
-    `save` returns when the state has been copied, so training may continue and change it. No failure goes unnoticed:
+    When `save` returns, training may continue and change the state. On a GPU this takes a few milliseconds: the copy to
+    the CPU overlaps the next steps. No failure goes unnoticed:
     the future fails if the save failed on any rank, and the next `save`, `wait` or the end of the `with` block raises
     the same error.
     """
@@ -77,20 +82,21 @@ class AsyncSaver:
         self.wait()
         if self._group is None and dist.is_available() and dist.is_initialized():
             self._group = dist.new_group(backend="gloo")
-        writer = DistributedWriter(uri, self._config, **options)
+        writer = _StagedWriter(uri, self._config, **options)
         try:
-            staged = self._stager.stage(_stateful_to_state_dict(dict(state)))
+            staged: Any = self._stager.stage(_stateful_to_state_dict(dict(state)), on_failure=writer.fail)
         except Exception as error:  # noqa: BLE001 - the other ranks wait for this one: all of them must fail
-            staged, writer = {}, _FailingWriter(uri, error)
+            writer.fail(error)
+            staged = {}
         silence_single_process_warnings()
         kind = AsyncCheckpointerType.PROCESS if self._process else AsyncCheckpointerType.THREAD
         with _bound_rendezvous(self._group) if self._process else contextlib.nullcontext():
             response = async_save(
-                staged,
+                {},  # the stager returns the state
                 storage_writer=writer,
                 process_group=self._group,
                 async_checkpointer_type=kind,
-                async_stager=_AlreadyStaged(),  # type: ignore[abstract]  # torch's empty methods are fine
+                async_stager=_AlreadyStaged(staged),  # type: ignore[abstract]  # torch's empty methods are fine
             )
         upload = response.upload_completion if isinstance(response, AsyncSaveResponse) else response
         saved: Future[None] = Future()
@@ -121,8 +127,13 @@ class AsyncSaver:
 class Stager:
     """Copies state dicts to the CPU, so that training cannot change what is saved; a copy is valid until the next one.
 
-    torch's own stager does not support the ShardedTensors of FSDP. This one supports all kinds of tensors and reuses
-    its memory from one save to the next, because allocating memory takes longer than filling it.
+    Tensors on a GPU are first copied within its memory, which takes about a millisecond per 2 GB. `stage` returns then,
+    and the slower copy to the CPU overlaps the next steps. This uses at most half of the memory that nobody has
+    reserved on the GPU; what does not fit is copied to the CPU before `stage` returns.
+
+    torch's own stager does not support the ShardedTensors of FSDP, and it reads the live tensors while it copies, so
+    training would have to wait for it before it changes them. This one supports all kinds of tensors and reuses its
+    memory on the CPU from one save to the next, because allocating memory takes longer than filling it.
     """
 
     def __init__(self, *, shared: bool = False) -> None:
@@ -130,54 +141,156 @@ class Stager:
         self._shared = shared
         self._buffers: dict[_KeyPath, torch.Tensor] = {}
         self._used: set[_KeyPath] = set()
+        self._streams: dict[torch.device, torch.cuda.Stream] = {}
+        self._thread: ThreadPoolExecutor | None = None
 
-    def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """Return a copy of the state on the CPU."""
+    def stage(
+        self, state_dict: dict[str, Any], *, on_failure: Callable[[Exception], object]
+    ) -> dict[str, Any] | Future[dict[str, Any]]:
+        """Return a copy of the state on the CPU; or, if the state has tensors on a GPU, a future of it. If the rest of
+        the copying fails, the future calls `on_failure` with the error and returns an empty state."""
         self._used = set()
-        staged: dict[str, Any] = self._copy(state_dict, ())
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()  # copies from the device have only been started
-        self._buffers = {path: buffer for path, buffer in self._buffers.items() if path in self._used}
-        return staged
+        snapshot = _Snapshot()
+        copied: dict[str, Any] = _map_tensors(state_dict, lambda tensor, path: snapshot.take(tensor, path, self))
+        snapshot.start()
+        if not snapshot.devices:
+            self._forget_unused()
+            return copied
+        if self._thread is None:
+            self._thread = ThreadPoolExecutor(1, thread_name_prefix="voxlane-stage")
+        return self._thread.submit(self._finish, copied, snapshot, on_failure)
 
     def close(self) -> None:
-        """Free the memory."""
+        """Wait for a copy that is being made, and free the memory."""
+        if self._thread is not None:
+            self._thread.shutdown()
+            self._thread = None
         self._buffers.clear()
 
-    def _copy(self, value: Any, path: _KeyPath) -> Any:
-        if isinstance(value, ShardedTensor):
-            shards = [
-                Shard(self._copy_tensor(shard.tensor, (*path, i)), shard.metadata)
-                for i, shard in enumerate(value.local_shards())
-            ]
-            return ShardedTensor._init_from_local_shards_and_global_metadata(
-                shards, sharded_tensor_metadata=value.metadata(), process_group=value._process_group
-            )
-        if isinstance(value, DTensor):
-            local = self._copy_tensor(value.to_local(), path)
-            return DTensor.from_local(
-                local, value.device_mesh, value.placements, run_check=False, shape=value.shape, stride=value.stride()
-            )
-        if isinstance(value, torch.Tensor):
-            return self._copy_tensor(value, path)
-        if isinstance(value, dict):
-            return {key: self._copy(item, (*path, key)) for key, item in value.items()}
-        if type(value) in (list, tuple):
-            return type(value)(self._copy(item, (*path, i)) for i, item in enumerate(value))
-        return copy.deepcopy(value)
+    def _finish(
+        self, copied: dict[str, Any], snapshot: _Snapshot, on_failure: Callable[[Exception], object]
+    ) -> dict[str, Any]:
+        """Copy the snapshot on the GPUs to the CPU."""
+        try:
+            for device, event in snapshot.devices.items():
+                if device not in self._streams:
+                    self._streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+                self._streams[device].wait_event(event)
+            staged: dict[str, Any] = _map_tensors(copied, self._copy_to_cpu)
+            for device in snapshot.devices:
+                self._streams[device].synchronize()
+            self._forget_unused()
+            return staged
+        except Exception as error:  # noqa: BLE001 - the other ranks wait for this one: all of them must fail
+            on_failure(error)
+            return {}
 
-    def _copy_tensor(self, tensor: torch.Tensor, path: _KeyPath) -> torch.Tensor:
-        tensor = tensor.detach()
+    def _copy_to_cpu(self, tensor: torch.Tensor, path: _KeyPath) -> torch.Tensor:
+        if tensor.device.type != "cuda":
+            return tensor  # copied before `stage` returned
+        with torch.cuda.stream(self._streams[tensor.device]):
+            return self.fill_buffer(tensor, path)
+
+    def fill_buffer(self, tensor: torch.Tensor, path: _KeyPath) -> torch.Tensor:
+        """Copy a tensor into the buffer for `path`; a copy from a GPU has only been started."""
         self._used.add(path)
         buffer = self._buffers.get(path)
         if buffer is None or buffer.shape != tensor.shape or buffer.dtype != tensor.dtype:
-            pinned = tensor.device.type == "cuda" and not self._shared
-            buffer = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=pinned)
-            if self._shared:
-                buffer.share_memory_()  # type: ignore[no-untyped-call]
-            self._buffers[path] = buffer
+            buffer = self._buffers[path] = self._allocate(tensor)
         buffer.copy_(tensor, non_blocking=tensor.device.type == "cuda")
         return buffer
+
+    def _allocate(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return an uninitialised tensor on the CPU. A large one for a tensor of a GPU is pinned after its pages
+        exist: allocating pinned memory holds up the GPU's steps for as long as the system takes to clear the pages."""
+        is_on_gpu, is_large = tensor.device.type == "cuda", tensor.nbytes >= _MIN_REGISTERED_BYTES
+        if self._shared:
+            buffer = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
+            buffer.share_memory_()  # type: ignore[no-untyped-call]
+        elif is_on_gpu and is_large:
+            memory = mmap.mmap(-1, tensor.nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            memory.madvise(mmap.MADV_HUGEPAGE)
+            buffer = torch.frombuffer(memory, dtype=torch.uint8).view(tensor.dtype).view(tensor.shape)
+        else:
+            # A copy into memory that is not pinned would hold up the GPU's steps until all earlier copies are done.
+            return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=is_on_gpu)
+        if is_on_gpu and is_large:
+            buffer.zero_()
+            self._pin(buffer)
+        return buffer
+
+    def _pin(self, buffer: torch.Tensor) -> None:
+        """Lock the pages of a tensor until it is freed."""
+        library = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+        if int(library.cudaHostRegister(buffer.data_ptr(), buffer.nbytes, 0)) == 0:
+            weakref.finalize(buffer, library.cudaHostUnregister, buffer.data_ptr())
+
+    def _forget_unused(self) -> None:
+        self._buffers = {path: buffer for path, buffer in self._buffers.items() if path in self._used}
+
+
+class _Snapshot:
+    """Copies of one state's GPU tensors in the memory of their GPUs, as far as there is room for them."""
+
+    def __init__(self) -> None:
+        self.devices: dict[torch.device, torch.cuda.Event] = {}
+        """The GPUs that hold a part of the snapshot, and the event after which that part is complete."""
+        self._free_bytes: dict[torch.device, int] = {}
+        self._sources: dict[torch.device, list[torch.Tensor]] = {}
+        self._targets: dict[torch.device, list[torch.Tensor]] = {}
+        self._full_devices: set[torch.device] = set()
+        """GPUs with tensors that did not fit, which are being copied to the CPU."""
+
+    def take(self, tensor: torch.Tensor, path: _KeyPath, stager: Stager) -> torch.Tensor:
+        """Return the tensor that will hold the copy: in the GPU's memory if it fits there, else on the CPU."""
+        device = tensor.device
+        if device.type != "cuda":
+            return stager.fill_buffer(tensor, path)
+        if device not in self._free_bytes:
+            # Memory that torch has reserved is for training: its next step may need all of it again.
+            self._free_bytes[device] = torch.cuda.mem_get_info(device)[0] // 2
+        if tensor.nbytes > self._free_bytes[device]:
+            self._full_devices.add(device)
+            return stager.fill_buffer(tensor, path)
+        self._free_bytes[device] -= tensor.nbytes
+        target = torch.empty_like(tensor)
+        self._sources.setdefault(device, []).append(tensor)
+        self._targets.setdefault(device, []).append(target)
+        return target
+
+    def start(self) -> None:
+        """Start to copy the tensors on each GPU, after the work that its current stream has already been given. Wait
+        for copies to the CPU."""
+        for device, targets in self._targets.items():
+            torch._foreach_copy_(targets, self._sources[device])
+            self.devices[device] = torch.cuda.current_stream(device).record_event()
+        for device in self._full_devices:
+            torch.cuda.current_stream(device).synchronize()
+
+
+def _map_tensors(value: Any, convert: Callable[[torch.Tensor, _KeyPath], torch.Tensor], path: _KeyPath = ()) -> Any:
+    """Return a copy of a state whose plain tensors, or local parts of distributed ones, are the results of `convert`,
+    which gets a tensor and its path."""
+    if isinstance(value, ShardedTensor):
+        shards = [
+            Shard(convert(shard.tensor.detach(), (*path, i)), shard.metadata)
+            for i, shard in enumerate(value.local_shards())
+        ]
+        return ShardedTensor._init_from_local_shards_and_global_metadata(
+            shards, sharded_tensor_metadata=value.metadata(), process_group=value._process_group
+        )
+    if isinstance(value, DTensor):
+        local = convert(value.to_local().detach(), path)
+        return DTensor.from_local(
+            local, value.device_mesh, value.placements, run_check=False, shape=value.shape, stride=value.stride()
+        )
+    if isinstance(value, torch.Tensor):
+        return convert(value.detach(), path)
+    if isinstance(value, dict):
+        return {key: _map_tensors(item, convert, (*path, key)) for key, item in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_map_tensors(item, convert, (*path, i)) for i, item in enumerate(value))
+    return copy.deepcopy(value)
 
 
 _rendezvous: Any = None
@@ -212,23 +325,32 @@ def _bound_rendezvous(group: Any) -> Iterator[None]:
 
 
 class _AlreadyStaged(AsyncStager):
-    """Stager for a state that has been copied already."""
+    """Stager that returns a copy which has been made, or started, already."""
 
     _synchronize_after_execute = False
 
-    def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        return state_dict
+    def __init__(self, staged: Any) -> None:
+        self._staged = staged
+
+    def stage(self, state_dict: Any) -> Any:
+        return self._staged
 
 
-class _FailingWriter(DistributedWriter):
-    """Writer of a rank that could not copy its state: it fails the save that the other ranks have started."""
+class _StagedWriter(DistributedWriter):
+    """Writer of a copied state. If the copying failed on this rank, it fails the save that the other ranks started."""
 
-    def __init__(self, uri: StrPath, error: Exception) -> None:
-        super().__init__(uri)
-        self._error = error if isinstance(error, VoxlaneError) else CheckpointError(f"cannot copy the state: {error!r}")
+    _failure: Exception | None = None
+
+    def fail(self, error: Exception) -> None:
+        """Make the save fail with `error`."""
+        self._failure = (
+            error if isinstance(error, VoxlaneError) else CheckpointError(f"cannot copy the state: {error!r}")
+        )
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        raise self._error
+        if self._failure is not None:
+            raise self._failure
+        super().set_up_storage_writer(is_coordinator, *args, **kwargs)
 
 
 def _transfer_result(done: Future[Any], saved: Future[None], uri: str) -> None:

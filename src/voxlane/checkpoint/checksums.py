@@ -10,7 +10,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import xxhash
 
 from voxlane.errors import CorruptError
@@ -25,6 +24,41 @@ def digest(data: Any) -> bytes:
     return xxhash.xxh3_64_digest(data)
 
 
+class BlockDigests:
+    """The checksums of consecutive blocks, computed from chunks of any size as they arrive."""
+
+    def __init__(self, block_bytes: int) -> None:
+        self._block_bytes = block_bytes
+        self._digests = bytearray()
+        self._hash = xxhash.xxh3_64()
+        self._filled = 0
+
+    def update(self, chunk: Any) -> None:
+        """Append the bytes of a numpy array."""
+        position = 0
+        while position < len(chunk):
+            piece = chunk[position : position + self._block_bytes - self._filled]
+            position += len(piece)
+            if len(piece) == self._block_bytes:
+                self._digests += digest(piece)
+                continue
+            self._hash.update(piece)
+            self._filled += len(piece)
+            if self._filled == self._block_bytes:
+                self._end_block()
+
+    def finish(self) -> bytes:
+        """Return the checksums, 8 bytes per block; the last block may be short."""
+        if self._filled:
+            self._end_block()
+        return bytes(self._digests)
+
+    def _end_block(self) -> None:
+        self._digests += self._hash.digest()
+        self._hash.reset()
+        self._filled = 0
+
+
 @dataclass(frozen=True)
 class Checksums:
     """The size of an object and the checksum of each of its blocks; the last block may be short."""
@@ -35,16 +69,17 @@ class Checksums:
     """Checksums of all blocks, 8 bytes per block."""
     block_bytes: int = BLOCK_BYTES
 
-    def find_damaged_block(self, start: int, data: Any) -> tuple[int, int] | None:
-        """Return the first block `[start, stop)` of `data` that differs from what was written, or None. `data` begins
-        at `start`, which is a block boundary, and ends at a block boundary or at the end of the object."""
-        view = np.frombuffer(data, np.uint8)
-        for offset in range(0, len(view), self.block_bytes):
-            block = view[offset : offset + self.block_bytes]
-            index = (start + offset) // self.block_bytes * _DIGEST_BYTES
-            if digest(block) != self.digests[index : index + _DIGEST_BYTES]:
-                return start + offset, start + offset + len(block)
-        return None
+    def find_damaged_block(self, start: int, digests: bytes) -> tuple[int, int] | None:
+        """Return the first block `[start, stop)` that differs from what was written, or None. `digests` are those of
+        the blocks from `start` on, which is a block boundary."""
+        first = start // self.block_bytes * _DIGEST_BYTES
+        expected = self.digests[first : first + len(digests)]
+        if digests == expected:
+            return None
+        blocks = range(0, len(digests), _DIGEST_BYTES)
+        at = next(i for i in blocks if digests[i : i + _DIGEST_BYTES] != expected[i : i + _DIGEST_BYTES])
+        low = (first + at) // _DIGEST_BYTES * self.block_bytes
+        return low, min(low + self.block_bytes, self.size)
 
     def to_json(self) -> dict[str, Any]:
         """Return the checksums as JSON-compatible data."""

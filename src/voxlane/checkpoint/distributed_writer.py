@@ -82,12 +82,7 @@ class DistributedWriter(commits.CheckpointLocation, StorageWriter):
         """Prepare for a new save, at `checkpoint_id` if it is given."""
         if checkpoint_id is not None:
             self._set_location(checkpoint_id)
-            if not self._folder:
-                raise ConfigError(
-                    "a checkpoint needs a folder in the bucket",
-                    uri=self._store.root,
-                    fix="Add a folder name to the URI",
-                )
+            self._check_folder()
         self._save_id = uuid.uuid4().hex[:12]
         self._rank = 0
         self._before: ObjectInfo | None = None
@@ -178,6 +173,12 @@ class DistributedWriter(commits.CheckpointLocation, StorageWriter):
             raise
         # After any other failure the files stay: the request may have succeeded and only its response been lost.
         self._discard(replaced)
+
+    def _check_folder(self) -> None:
+        if not self._folder:
+            raise ConfigError(
+                "a checkpoint needs a folder in the bucket", uri=self._store.root, fix="Add a folder name to the URI"
+            )
 
     # -- steps -------------------------------------------------------------------------------------------------------
 

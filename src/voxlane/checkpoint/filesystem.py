@@ -1,7 +1,4 @@
-"""Buckets for code that uses fsspec, as Lightning's `ModelCheckpoint` does for folders.
-
-It lists, looks up and deletes files, and publishes files only when they are closed without an exception.
-"""
+"""Buckets for code that uses fsspec, as Lightning does for its checkpoints and logs."""
 
 from __future__ import annotations
 
@@ -16,14 +13,15 @@ import fsspec
 from fsspec.spec import AbstractFileSystem
 
 from voxlane import uri as uris
-from voxlane.checkpoint.plain import CheckpointWriter
+from voxlane.checkpoint.filesystem_writer import BucketTransaction, open_file_writer
+from voxlane.checkpoint.fsspec_schemes import USUAL_CLASSES
 from voxlane.checkpoint.reader import RangedReader
 from voxlane.checkpoint.verified_reader import CHECKSUM_SUFFIX, open_verified
-from voxlane.errors import NotFoundError
+from voxlane.errors import ConfigError, NotFoundError
 from voxlane.store import ObjectInfo, Store, StoreConfig
 
-_USUAL_PACKAGES = {"gs": "gcsfs", "gcs": "gcsfs", "s3": "s3fs", "s3a": "s3fs", "az": "adlfs"}
-"""The packages that usually serve these schemes in fsspec."""
+_FSSPEC_OPTIONS = frozenset({"asynchronous", "listings_expiry_time", "loop", "max_paths", "use_listings_cache"})
+"""Options of fsspec's base class, which have nothing to do with buckets."""
 
 
 @dataclass(frozen=True)
@@ -44,15 +42,30 @@ _folders: dict[str, _Registration] = {}
 
 class BucketFileSystem(AbstractFileSystem):  # type: ignore[misc]
     """An fsspec file system over `Store`. Names are complete URIs, so that they mean the same everywhere. Creating a
-    folder does nothing, as in fsspec's base class. Without a `config` it uses the one registered for the URI that it
-    was opened with (see `register_filesystem`)."""
+    folder does nothing, as in fsspec's base class.
+
+    The storage options are the fields of StoreConfig (`anonymous=True`, `endpoint=...`), or one `config`. Without any
+    it uses the config registered for the URI that it was opened with (see `register_filesystem`).
+
+    Files appear when they are closed, or together when a transaction (`with fs.transaction:`) ends without an
+    exception. Mode xb fails if there is a file. Mode ab writes the file again with what is added; it fails if another
+    process has changed the file meanwhile. Other modes would change an object in place, which no service can do.
+    """
 
     protocol = ("gs", "gcs", "s3", "s3a", "az")
     cachable = False
+    transaction_type = BucketTransaction
 
     def __init__(self, config: StoreConfig | None = None, *, opened_uri: str = "", **storage_options: Any) -> None:
-        super().__init__(**storage_options)
+        super().__init__(**{name: storage_options.pop(name) for name in _FSSPEC_OPTIONS & storage_options.keys()})
+        if storage_options:
+            if config is not None:
+                raise ConfigError(
+                    f"both a config and options ({', '.join(storage_options)}) were given", fix="Put them in the config"
+                )
+            config = StoreConfig.from_dict(storage_options)
         self._config = config if config is not None else _choose_registration(opened_uri).config
+        self._stores: dict[str, Store] = {}
 
     def __reduce__(self) -> Any:
         return type(self), (self._config,)
@@ -67,26 +80,48 @@ class BucketFileSystem(AbstractFileSystem):  # type: ignore[misc]
             return [cls._strip_protocol(entry) for entry in path]
         return str(uris.parse(path)).rstrip("/")
 
+    def _locate(self, path: str) -> tuple[Store, str]:
+        parsed = uris.parse(path)
+        if parsed.root not in self._stores:
+            self._stores[parsed.root] = Store(parsed.root, self._config)
+        return self._stores[parsed.root], parsed.key
+
     def ls(self, path: str, detail: bool = True, **kwargs: Any) -> list[Any]:
         """List the files and folders directly in a folder, without checksum files."""
-        store, key = Store.locate(path, self._config)
+        entries = self.find(path, maxdepth=1, withdirs=True, detail=True)
+        if not entries:
+            info = self.info(path)
+            entries = {info["name"]: info}
+        return list(entries.values()) if detail else list(entries)
+
+    def find(
+        self, path: str, maxdepth: int | None = None, withdirs: bool = False, detail: bool = False, **kwargs: Any
+    ) -> Any:
+        """Return the files below a folder, without checksum files, in the order of their names; with `withdirs` also
+        the folders. A file is below itself. With `detail` the result is a dict of descriptions by name."""
+        if maxdepth is not None and maxdepth < 1:
+            raise ConfigError(f"maxdepth must be at least 1, got {maxdepth}")
+        store, key = self._locate(path)
         folder = key.rstrip("/") + "/" if key else ""
         entries: dict[str, dict[str, Any]] = {}
         for entry in store.list_folder(folder):
-            child, slash, _ = entry.key.removeprefix(folder).partition("/")
-            uri = store.uri(folder + child)
-            if slash:
-                entries[uri] = _describe_folder(uri)
-            elif not entry.key.endswith(CHECKSUM_SUFFIX):
+            *parents, name = entry.key.removeprefix(folder).split("/")
+            if withdirs:
+                for depth in range(1, len(parents[:maxdepth]) + 1):
+                    uri = store.uri(folder + "/".join(parents[:depth]))
+                    entries.setdefault(uri, _describe_folder(uri))
+            is_within = maxdepth is None or len(parents) < maxdepth
+            if name and is_within and not name.endswith(CHECKSUM_SUFFIX):
+                uri = store.uri(entry.key)
                 entries[uri] = {**_describe_file(uri, entry), "created": entry.modified}
-        if not entries:
+        if not entries and key and self.isfile(path):
             info = self.info(path)
             entries[info["name"]] = info
-        return [entries[name] if detail else name for name in sorted(entries)]
+        return {name: entries[name] for name in sorted(entries)} if detail else sorted(entries)
 
     def info(self, path: str, **kwargs: Any) -> dict[str, Any]:
         """Return name, size and type of a file or folder; raise FileNotFoundError if there is neither."""
-        store, key = Store.locate(path, self._config)
+        store, key = self._locate(path)
         if not key:
             return _describe_folder(store.root.rstrip("/"))
         try:
@@ -98,7 +133,7 @@ class BucketFileSystem(AbstractFileSystem):  # type: ignore[misc]
 
     def modified(self, path: str) -> Any:
         """Return when a file, or the newest file in a folder, was written."""
-        store, key = Store.locate(path, self._config)
+        store, key = self._locate(path)
         entries = store.list_folder(key.rpartition("/")[0] + "/" if "/" in key else "")
         times = [e.modified for e in entries if e.modified and (e.key == key or e.key.startswith(key + "/"))]
         if not times:
@@ -107,9 +142,23 @@ class BucketFileSystem(AbstractFileSystem):  # type: ignore[misc]
 
     def rm_file(self, path: str) -> None:
         """Delete a file and its checksums."""
-        store, key = Store.locate(path, self._config)
+        store, key = self._locate(path)
         store.delete_one(key)
         store.delete_one(key + CHECKSUM_SUFFIX)
+
+    def rm(self, path: Any, recursive: bool = False, maxdepth: int | None = None) -> None:
+        """Delete files, or whole folders with `recursive`, with all checksums. `path` may be a list or a pattern."""
+        if maxdepth is not None:
+            super().rm(path, recursive=recursive, maxdepth=maxdepth)
+            return
+        for uri in self.expand_path(path):
+            if self.info(uri)["type"] == "file":
+                self.rm_file(uri)
+            elif recursive:
+                store, key = self._locate(uri)
+                store.delete_prefix(key + "/" if key else "")
+            else:
+                raise IsADirectoryError(f"{uri} is a folder; pass recursive=True to delete all files in it")
 
     def cp_file(self, path1: str, path2: str, **kwargs: Any) -> None:
         """Copy a file within or between buckets."""
@@ -117,13 +166,32 @@ class BucketFileSystem(AbstractFileSystem):  # type: ignore[misc]
             while block := source.read(8 << 20):
                 target.write(block)
 
-    def _open(self, path: str, mode: str = "rb", **kwargs: Any) -> Any:
-        store, key = Store.locate(path, self._config)
+    def pipe_file(self, path: str, value: Any, mode: str = "overwrite", **kwargs: Any) -> None:
+        """Write a file in one call; with mode "create" only if there is none."""
+        with self.open(path, "xb" if mode == "create" else "wb", **kwargs) as file:
+            file.write(value)
+
+    def touch(self, path: str, truncate: bool = True, **kwargs: Any) -> None:
+        """Write an empty file; without `truncate` only if there is none."""
+        if truncate or not self.exists(path):
+            self.pipe_file(path, b"")
+
+    def open(self, path: str, mode: str = "rb", *args: Any, compression: str | None = None, **kwargs: Any) -> Any:
+        """Open a file; text modes give an `io.TextIOWrapper`."""
+        if compression is not None and "r" not in mode:
+            # The compressors leave the file below them open, and a file that nobody closes is discarded.
+            raise ConfigError(
+                "a file system cannot open a compressed file for writing",
+                uri=path,
+                fix="Use fsspec.open, which closes both the compressor and the file",
+            )
+        return super().open(path, mode, *args, compression=compression, **kwargs)
+
+    def _open(self, path: str, mode: str = "rb", *, autocommit: bool = True, **kwargs: Any) -> Any:
+        store, key = self._locate(path)
         if mode == "rb":
             return RangedReader(open_verified(store, key))
-        if mode != "wb":
-            raise NotImplementedError(f"mode must be 'rb' or 'wb', got {mode!r}: objects cannot be changed in place")
-        return _PublishedOnClose(store, key)
+        return open_file_writer(store, key, mode, in_transaction=not autocommit)
 
 
 def _describe_folder(uri: str) -> dict[str, Any]:
@@ -132,14 +200,6 @@ def _describe_folder(uri: str) -> dict[str, Any]:
 
 def _describe_file(uri: str, info: ObjectInfo) -> dict[str, Any]:
     return {"name": uri, "size": info.size, "type": "file", "ETag": info.etag}
-
-
-class _PublishedOnClose(CheckpointWriter):
-    """A writer whose `close()` publishes, as users of fsspec expect; an exception in the `with` block does not."""
-
-    def close(self) -> None:
-        if not self.closed:
-            self.commit()
 
 
 def _choose_registration(uri: str) -> _Registration:
@@ -167,6 +227,6 @@ def register_filesystem(
     global _newest
     if config is not None:
         _newest = _Registration(config, weakref.ref(owner) if owner is not None else lambda: None)
-    for scheme, package in _USUAL_PACKAGES.items():
+    for scheme, (package, _) in USUAL_CLASSES.items():
         if override or importlib.util.find_spec(package) is None:
             fsspec.register_implementation(scheme, BucketFileSystem, clobber=True)

@@ -273,8 +273,9 @@ class BucketFSDPStrategy(_ShardedCheckpoints, FSDPStrategy):
                         optimizer_key=key,
                         storage_reader=DistributedReader(uri, self._store_config),
                     )
+                    # An optimizer without state, such as plain SGD, leaves no trace of it in the checkpoint.
                     own_state = FullyShardedDataParallel.optim_state_dict_to_load(
-                        optim_state_dict=loaded[key], model=self.model, optim=optimizer
+                        optim_state_dict={"state": {}, **loaded[key]}, model=self.model, optim=optimizer
                     )
                     optimizer.load_state_dict(own_state)
 

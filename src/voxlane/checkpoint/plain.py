@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pickle
 import tempfile
@@ -10,6 +11,7 @@ from typing import Any
 import torch
 
 from voxlane.checkpoint.collective import RankGroup
+from voxlane.checkpoint.direct_load import NotDirectError, load_direct
 from voxlane.checkpoint.reader import RangedReader, SharedReader
 from voxlane.checkpoint.verified_reader import (
     CHECKSUM_SUFFIX,
@@ -19,7 +21,7 @@ from voxlane.checkpoint.verified_reader import (
     read_contents_before_save,
 )
 from voxlane.checkpoint.writer import ChecksummedWriter
-from voxlane.errors import CheckpointError, UnsafeError, VoxlaneError
+from voxlane.errors import CheckpointError, ConfigError, UnsafeError, VoxlaneError
 from voxlane.store import ObjectInfo, Store, StoreConfig
 from voxlane.uri import StrPath
 
@@ -33,26 +35,26 @@ class CheckpointWriter(ChecksummedWriter):
     """
 
     def __init__(self, store: Store, key: str, size_hint: int = 0) -> None:
+        if key.endswith(CHECKSUM_SUFFIX):
+            raise ConfigError(
+                f"names that end in {CHECKSUM_SUFFIX} are those of checksums",
+                uri=store.uri(key),
+                fix="Choose another name",
+            )
         super().__init__(store, key, size_hint)
         self._before = store.submit(read_contents_before_save, store, key)
 
-    def commit(self) -> ObjectInfo:
-        """Finish the upload; when this returns, the file is complete and has its checksums."""
-        self._check_open()
-        try:
-            self.finish_parts()
-            checksums = self.checksums()
-            add_contents(self._store, self._key, self._before.result(), checksums)
-            info = super().commit()
-            if self._store.scheme in ("file", "memory"):
-                # Without conditional writes another save of this name may have overwritten our checksums.
-                current = read_contents(self._store, self._key)
-                if checksums not in current.checksums:
-                    add_contents(self._store, self._key, current, checksums)
-            return info
-        except BaseException:
-            self.abort()
-            raise
+    def _publish(self) -> ObjectInfo:
+        self.finish_parts()
+        checksums = self.checksums()
+        is_recorded = add_contents(self._store, self._key, self._before.result(), checksums)
+        info = super()._publish()
+        if not is_recorded:
+            # Without conditional writes another save of this name may have overwritten our checksums.
+            current = read_contents(self._store, self._key)
+            if checksums not in current.checksums:
+                add_contents(self._store, self._key, current, checksums)
+        return info
 
 
 class Checkpoint:
@@ -65,7 +67,7 @@ class Checkpoint:
             state = torch.load(file)
 
     The writer uploads while you write, using about 100 MB of memory, and publishes only when the block ends without an
-    exception. The reader verifies every block against the checksums that the writer stored.
+    exception, or at `close()`. The reader verifies every block against the checksums that the writer stored.
     """
 
     def __init__(self, uri: StrPath, config: StoreConfig | None = None) -> None:
@@ -109,6 +111,11 @@ class Checkpoint:
         """
         ranks = RankGroup.current(process_group) if read_once else None
         key = self._key(path)
+        if ranks is None and weights_only and not mmap:
+            with contextlib.suppress(NotDirectError):
+                return load_direct(
+                    self.store, key, map_location, lambda file, place: load_file(file, self.store.uri(key), place, True)
+                )
         with self.reader(path) if ranks is None else SharedReader(self.store, key, ranks) as file:
             uri = self.store.uri(key)
             if not mmap:
@@ -135,14 +142,14 @@ def load_file(file: Any, uri: str, map_location: Any, weights_only: bool, *, mma
     except VoxlaneError:
         raise
     except pickle.UnpicklingError as error:
-        if weights_only and "Weights only load failed" in str(error):
+        if weights_only and "Weights only load failed" in str(error) and "Unsupported operand" not in str(error):
             raise UnsafeError(
                 f"it holds other objects than tensors ({_find_refused_type(error)}), and reading them can run code",
                 uri=uri,
                 fix="If you trust it, pass weights_only=False, or allow the type with "
                 "torch.serialization.add_safe_globals",
             ) from None
-        raise CheckpointError(f"not a torch checkpoint: {str(error).splitlines()[0]}", uri=uri) from None
+        raise CheckpointError("not a torch checkpoint", uri=uri, fix="Check the name of the file") from None
     except (RuntimeError, EOFError) as error:
         if isinstance(error, EOFError) or any(mark in str(error) for mark in ("PytorchStreamReader", "zip archive")):
             raise CheckpointError(
@@ -164,8 +171,8 @@ def _find_refused_type(error: Exception) -> str:
 
 
 def sum_tensor_bytes(state: Any) -> int:
-    """Return the size in bytes of all tensors in a nested state."""
+    """Return the size in bytes of all tensors in a nested state; sparse ones count as nothing."""
     if isinstance(state, torch.Tensor):
-        return state.nbytes
+        return state.nbytes if state.layout == torch.strided else 0
     values = state.values() if isinstance(state, dict) else state if isinstance(state, list | tuple) else ()
     return sum(map(sum_tensor_bytes, values))

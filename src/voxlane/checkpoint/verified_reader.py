@@ -3,10 +3,11 @@ ranges are planned as few requests that run concurrently."""
 
 from __future__ import annotations
 
+import itertools
 import json
 import threading
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from typing import Any
@@ -15,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from voxlane.checkpoint.checksums import Checksums, corrupt_error, digest
+from voxlane.checkpoint.checksums import BlockDigests, Checksums, corrupt_error, digest
 from voxlane.errors import (
     AlreadyExistsError,
     ChangedError,
@@ -59,20 +60,42 @@ class VerifiedObject:
     """One version of an object, verified as it is read. Safe to use from many threads.
 
     With several possible `contents`, the object may hold any of them; the first blocks that are read tell which.
-    Without any, nothing is verified.
+    Without any, nothing is verified. If the first block fits none of them, `read_again` returns the current ones: a
+    save may have recorded its contents after they were read and published the object before its version was read.
     """
 
-    def __init__(self, store: Store, info: ObjectInfo, contents: Sequence[Checksums] = ()) -> None:
+    def __init__(
+        self,
+        store: Store,
+        info: ObjectInfo,
+        contents: Sequence[Checksums] = (),
+        read_again: Callable[[], Sequence[Checksums]] | None = None,
+    ) -> None:
         self.store = store
         self.info = info
         self.uri = store.uri(info.key)
-        self._contents = [checksums for checksums in contents if checksums.size == info.size]
+        self._read_again = read_again
+        self._contents = self._select_size(contents)
         self._lock = threading.Lock()
+        if contents and not self._contents:
+            contents = self._read_contents_again() or contents
         if contents and not self._contents:
             expected = " or ".join(dict.fromkeys(f"{checksums.size:,}" for checksums in contents))
             raise corrupt_error(self.uri, f"the object has {info.size:,} bytes, {expected} were written")
+        if len({checksums.block_bytes for checksums in self._contents}) > 1:
+            raise corrupt_error(self.uri, "its checksums are of blocks of different sizes")
         self.block_bytes = self._contents[0].block_bytes if self._contents else 1
         """Ranges that are read begin and end at multiples of this, or at the end of the object."""
+
+    def _select_size(self, contents: Sequence[Checksums]) -> list[Checksums]:
+        return [checksums for checksums in contents if checksums.size == self.info.size]
+
+    def _read_contents_again(self) -> Sequence[Checksums]:
+        """Replace the contents by the current ones, once, and return these; empty if that is not possible."""
+        read_again, self._read_again = self._read_again, None
+        contents = read_again() if read_again is not None else ()
+        self._contents = self._select_size(contents) or self._contents
+        return contents
 
     @property
     def contents(self) -> tuple[Checksums, ...]:
@@ -94,19 +117,37 @@ class VerifiedObject:
     def read_into(self, start: int, target: npt.NDArray[np.uint8]) -> None:
         """Fill `target` with the bytes from `start` on; the range must be aligned to blocks. Raises CorruptError if
         they differ from what was written."""
-        self.store.get_into(self.info.key, start, target, etag=self.info.etag)
+        self._read_request(Span(start, start + len(target)), [ReadTarget(start, target)])
+
+    def verify(self, start: int, data: npt.NDArray[np.uint8]) -> None:
+        """Raise CorruptError unless `data` is what was written from `start` on; the range is aligned to blocks."""
+        digests = BlockDigests(self.block_bytes)
+        if self._contents:
+            digests.update(data)
+        self._check_digests(start, digests.finish())
+
+    def _check_digests(self, start: int, digests: bytes) -> None:
         if not self._contents:
             return
-        matching = [checksums for checksums in self._contents if checksums.find_damaged_block(start, target) is None]
+        matching = self._match(start, digests)
         if len(matching) == len(self._contents):
+            self._read_again = None  # from now on other contents do not count
             return
         with self._lock:
-            if not matching and (damaged := self._contents[0].find_damaged_block(start, target)) is not None:
+            remaining = self._match(start, digests)  # another thread may have changed the contents
+            if not remaining and self._read_contents_again():
+                remaining = self._match(start, digests)
+            self._read_again = None
+            if not remaining and matching:
+                raise corrupt_error(self.uri, "its blocks come from different saves")
+            if not remaining and (damaged := self._contents[0].find_damaged_block(start, digests)) is not None:
                 low, high = damaged
                 raise corrupt_error(self.uri, f"bytes {low:,} to {high:,} are not those that were written")
-            self._contents = [checksums for checksums in self._contents if checksums in matching]
-            if not self._contents:
-                raise corrupt_error(self.uri, "its blocks come from different saves")
+            self._contents = remaining
+
+    def _match(self, start: int, digests: bytes) -> list[Checksums]:
+        """Return the contents whose blocks from `start` on have these checksums."""
+        return [checksums for checksums in self._contents if checksums.find_damaged_block(start, digests) is None]
 
     def read_blocks(self) -> Iterator[npt.NDArray[np.uint8]]:
         """Yield the whole object in order, in arrays of `request_bytes`, with the store's `max_parts` in flight."""
@@ -169,14 +210,29 @@ class VerifiedObject:
         return requests
 
     def _read_request(self, span: Span, targets: Sequence[ReadTarget]) -> None:
-        first = targets[0]
-        if len(targets) == 1 and first.start <= span.start and span.stop <= first.stop:  # straight into the target
-            self.read_into(span.start, first.target[span.start - first.start : span.stop - first.start])
-            return
-        data = self.read_span(span)
-        for target in targets:
-            low, high = max(target.start, span.start), min(target.stop, span.stop)
-            target.target[low - target.start : high - target.start] = data[low - span.start : high - span.start]
+        """Read a range of whole blocks into the targets that need some of it, ordered by start. Each chunk is hashed
+        and copied to its final memory as it arrives, while it is in the processor's cache."""
+        digests = BlockDigests(self.block_bytes)
+        first = 0
+
+        def receive(offset: int, chunk: Any) -> None:
+            nonlocal digests, first
+            if offset == span.start:  # also after a failed attempt
+                digests, first = BlockDigests(self.block_bytes), 0
+            data = np.frombuffer(chunk, np.uint8)
+            if self._contents:
+                digests.update(data)
+            while first < len(targets) and targets[first].stop <= offset:
+                first += 1
+            for target in itertools.islice(targets, first, None):
+                if target.start >= offset + len(data):
+                    break
+                low, high = max(target.start, offset), min(target.stop, offset + len(data))
+                # numpy releases the interpreter's lock while it copies, a memoryview does not.
+                target.target[low - target.start : high - target.start] = data[low - offset : high - offset]
+
+        self.store.get_chunks(self.info.key, span.start, span.stop, receive, etag=self.info.etag)
+        self._check_digests(span.start, digests.finish())
 
 
 @dataclass(frozen=True)
@@ -239,14 +295,19 @@ def _parse_contents(text: bytes | None, etag: str | None, *, uri: str) -> SavedC
     return SavedContents(tuple(Checksums.from_json(entry, uri) for entry in entries), tuple(unknown), etag)
 
 
-def add_contents(store: Store, key: str, before: SavedContents, checksums: Checksums) -> None:
-    """Record, before the file at `key` is published, that it may hold `checksums`. `before` is what was read earlier;
-    contents that another save of the same name has added since then are preserved."""
+def add_contents(store: Store, key: str, before: SavedContents, checksums: Checksums) -> bool:
+    """Record, before the file at `key` is published, that it may hold `checksums`; return whether another save of the
+    same name certainly preserves that. `before` is what was read earlier.
+
+    Only contents that were old when `before` was read are dropped. Those that other saves have added since then may be
+    published next, in any order.
+    """
+    dropped = before.checksums[: -(_MAX_CONTENTS - 1)]
     for _ in range(_ATTEMPTS):
+        preserved = itertools.dropwhile(dropped.__contains__, before.checksums)
+        others = [earlier for earlier in preserved if earlier != checksums]
         try:
-            others = [earlier for earlier in before.checksums if earlier != checksums]
-            _write_contents(store, key, replace(before, checksums=(*others, checksums)[-_MAX_CONTENTS:]))
-            return
+            return _write_contents(store, key, replace(before, checksums=(*others, checksums)))
         except (AlreadyExistsError, ChangedError):
             before = read_contents(store, key)
     raise CheckpointError("too many processes save this at once", uri=store.uri(key), fix="Give each its own name")
@@ -257,15 +318,18 @@ def _read_etag(store: Store, key: str) -> str | None:
     return info.etag if info is not None else None
 
 
-def _write_contents(store: Store, key: str, contents: SavedContents) -> None:
+def _write_contents(store: Store, key: str, contents: SavedContents) -> bool:
+    """Write the record if it has not changed; return False if the service cannot tell, so that it was overwritten."""
     entries, unknown = [checksums.to_json() for checksums in contents.checksums], list(contents.unknown_etags)
     digest_text = _digest_entries([entries, unknown])
     document = {"format": _FORMAT, "contents": entries, "unknown_etags": unknown, "digest": digest_text}
     data, checksum_key = json.dumps(document).encode(), key + CHECKSUM_SUFFIX
     try:
         store.put(checksum_key, data, if_absent=contents.etag is None, if_etag=contents.etag)
-    except UnsupportedError:  # folders and a few servers cannot replace conditionally
+        return True
+    except UnsupportedError:  # a few servers cannot replace conditionally
         store.put(checksum_key, data)
+        return False
 
 
 def _digest_entries(entries: Any) -> str:
@@ -275,13 +339,26 @@ def _digest_entries(entries: Any) -> str:
 
 def open_verified(store: Store, key: str) -> VerifiedObject:
     """Open the current version of the file at `key`, with its checksums if it has any."""
+    return _open_verified(store, key, lambda: (store.head(key), None))[0]
+
+
+def open_with_end(store: Store, key: str, end_bytes: int) -> tuple[VerifiedObject, npt.NDArray[np.uint8]]:
+    """Open like `open_verified`, and return also the last `end_bytes` bytes of the file, or all of a smaller one, from
+    the same request. They are not verified."""
+    source, end = _open_verified(store, key, lambda: store.get_end(key, end_bytes))
+    return source, np.frombuffer(end, np.uint8)
+
+
+def _open_verified(
+    store: Store, key: str, describe: Callable[[], tuple[ObjectInfo, Any]]
+) -> tuple[VerifiedObject, Any]:
     future = store.submit(read_contents, store, key)
     try:
-        info = store.head(key)
+        info, body = describe()
     except NotFoundError:
         future.result()  # raises if the bucket itself is gone, which a HEAD cannot tell
         raise
     contents = future.result()
     if (info.etag or "") in contents.unknown_etags:  # a version from before there were checksums
-        return VerifiedObject(store, info)
-    return VerifiedObject(store, info, contents.checksums)
+        return VerifiedObject(store, info), body
+    return VerifiedObject(store, info, contents.checksums, lambda: read_contents(store, key).checksums), body

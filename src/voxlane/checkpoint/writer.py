@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
+import numpy.typing as npt
 
 from voxlane.checkpoint.checksums import BLOCK_BYTES, Checksums, digest
 from voxlane.checkpoint.verified_reader import VerifiedObject
@@ -26,23 +25,19 @@ class ChecksummedWriter(Writer):
         """Return the number of bytes written so far."""
         return super().tell() + self._block_filled
 
-    def write(self, data: Any) -> int:
-        """Append `data` (any contiguous buffer) and return its length in bytes. Blocks while enough is in flight."""
-        self._check_open()
-        view = np.frombuffer(memoryview(data).cast("B"), np.uint8)
+    def _append(self, view: npt.NDArray[np.uint8]) -> None:
         position = 0
         while position < len(view):
             count = min(BLOCK_BYTES - self._block_filled, len(view) - position)
             piece = view[position : position + count]
             position += count
             if count == BLOCK_BYTES:  # a whole block needs no copy
-                self._append(piece)
+                self._append_block(piece)
                 continue
             self._block[self._block_filled : self._block_filled + count] = piece
             self._block_filled += count
             if self._block_filled == BLOCK_BYTES:
                 self._end_block()
-        return len(view)
 
     def finish_parts(self) -> None:
         """Send the last part of a large object now, so that it uploads while the caller prepares the commit."""
@@ -57,11 +52,11 @@ class ChecksummedWriter(Writer):
     def _end_block(self) -> None:
         if self._block_filled:
             block, self._block_filled = self._block[: self._block_filled], 0
-            self._append(block)
+            self._append_block(block)
 
-    def _append(self, block: np.ndarray[Any, Any]) -> None:
+    def _append_block(self, block: npt.NDArray[np.uint8]) -> None:
         self._digests += digest(block)  # while the block is in the processor's cache
-        super().write(block)
+        super()._append(block)
 
     def _find_stored(self) -> ObjectInfo | None:
         info = self._store.find(self._key)

@@ -11,6 +11,7 @@ from voxlane import settings
 from voxlane.compat.distmis import KEYS, is_distmis, translate
 from voxlane.errors import ConfigError
 from voxlane.train import config as configs
+from voxlane.tune.space import parse_space
 
 # Copied from the repository and the README of DistMIS.
 DATA_PARALLEL_TORCH = """{"lr": 0.00014783819855127426, "epochs": 10, "verbose": 2, "nodes": 1, "gpus": 4,
@@ -100,8 +101,20 @@ def test_search_in_tensorflow_is_the_grid_of_its_script(tmp_path: Path) -> None:
     translation = translate(read(EXPERIMENTS_TF, tmp_path), searching=True)
     assert translation.fields["optimizer"]["lr"] == {"grid": [1e-4, 5e-4, 1e-3, 5e-3]}
     assert translation.fields["norm"] == {"grid": ["batch", "group"]}
+    assert translation.fields["optimizer"]["b2"] == {"grid": [0.99, 0.999]}
+    assert translation.fields["optimizer"]["amsgrad"] == {"grid": [True, False]}
     assert translation.fields["tune"] == {"scheduler": "none", "search": "grid"}
-    assert any("amsgrad" in note for note in translation.notes)
+    assert parse_space(translation.fields).trials == 32, "as many as its script trains"
+
+
+def test_adams_arguments() -> None:
+    values = {"lr": 1e-3, "batch_size": 2, "b2": 0.99, "amsgrad": True}
+    config = configs.build_config(translate(values).fields)
+    assert config.optimizer.torch_arguments()["betas"] == (0.9, 0.99)
+    assert config.optimizer.amsgrad
+    search = translate({**values, "b2": [0.9, 0.99], "amsgrad": [True, False]}, searching=True)
+    assert search.fields["optimizer"]["b2"] == {"grid": [0.9, 0.99]}
+    assert search.fields["optimizer"]["amsgrad"] == {"grid": [True, False]}
 
 
 def test_lists_are_grids_and_replicas_are_workers_of_a_trial() -> None:
@@ -134,6 +147,8 @@ def test_fields_of_voxlane_take_precedence() -> None:
         ({"num_replicas": "4", "num_epochs": 2}, "num_replicas: expected an integer"),
         ({"num_epochs": 2, "epochs": 3, "debug": True}, "num_epochs and epochs differ. Leave one of them out"),
         ({"use_gpu": "yes", "batch_size": 2}, "use_gpu: expected true or false, got 'yes'"),
+        ({"b2": 1, "batch_size": 2, "lr": 1}, "b2: expected a number from 0 to less than 1, got 1"),
+        ({"amsgrad": "yes", "batch_size": 2, "lr": 1}, "amsgrad: expected true or false, got 'yes'"),
         ({"nodes": 0, "batch_size": 2}, "nodes: expected an integer"),
         ({"norm": "xn", "batch_size": 2, "lr": 1}, "norm: expected bn, gn or in, got 'xn'"),
     ],

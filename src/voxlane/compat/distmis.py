@@ -27,6 +27,8 @@ _OPTIMIZER = {"name": "adamw", "weight_decay": 0.0, "schedule": "constant", "cli
 """Adam at a constant rate, as DistMIS trains: AdamW without decay is Adam."""
 _GRID_LR = [1e-4, 5e-4, 1e-3, 5e-3]
 _GRID_NORM = ["batch", "group"]
+_GRID_B2 = [0.99, 0.999]
+_GRID_AMSGRAD = [True, False]
 _LR_RANGE = [1e-4, 1e-2]
 _SAMPLES = 24
 _NORMS = {"bn": "batch", "gn": "group", "in": "instance"}
@@ -110,6 +112,16 @@ def _check_integer(name: str, value: Any) -> int:
     return int(value)
 
 
+def _check_beta(name: str, value: Any) -> float:
+    _require(_is_number(value) and 0 <= value < 1, name, value, "a number from 0 to less than 1")
+    return float(value)
+
+
+def _check_switch(name: str, value: Any) -> bool:
+    _require(isinstance(value, bool), name, value, "true or false")
+    return bool(value)
+
+
 def _check_norm(name: str, value: Any) -> str:
     norm = _NORMS.get(value, value) if isinstance(value, str) else None
     _require(norm in _NORMS.values(), name, value, "bn, gn or in")
@@ -149,16 +161,17 @@ def _translate_fields(distmis: Mapping[str, Any], notes: list[str], searching: b
         fields["epochs"] = read(epochs, _check_integer)
     if (batch := _first_present(distmis, "batch_size_per_replica", "batch_size")) is not None:
         fields["batch_per_worker"] = read(batch, _check_integer)
+    if "b2" in distmis:
+        optimizer["b2"] = read("b2", _check_beta)
+    if "amsgrad" in distmis:
+        optimizer["amsgrad"] = read("amsgrad", _check_switch)
     if "norm" in distmis:
         fields["norm"] = read("norm", _check_norm)
     if "use_gpu" in distmis:
-        _require(isinstance(distmis["use_gpu"], bool), "use_gpu", distmis["use_gpu"], "true or false")
-        fields["accelerator"] = "gpu" if distmis["use_gpu"] else "cpu"
+        fields["accelerator"] = "gpu" if _check_switch("use_gpu", distmis["use_gpu"]) else "cpu"
     if _TENSORFLOW & distmis.keys() and isinstance(fields.get("batch_per_worker"), int):
         # data_parallel.py multiplies its rates by num_replicas; with the batch a replica's, that is the linear rule.
         optimizer.update(lr_scaling="linear", lr_batch=fields["batch_per_worker"])
-    if ignored := sorted(distmis.keys() & {"b2", "amsgrad"}):
-        notes.append(f"{' and '.join(ignored)}: left out, voxlane's Adam has 0.999 and no AMSGrad")
     if distmis.get("debug") is True:
         notes.append("debug: left out, progress is shown on every terminal and TensorBoard's events are always written")
     return fields
@@ -199,7 +212,7 @@ def _cluster_address(distmis: Mapping[str, Any], nodes: int) -> str | None:
         return str(distmis["adress"])
     flags = {name: distmis[name] for name in ("multinode", "multi") if name in distmis}
     for name, value in flags.items():
-        _require(isinstance(value, bool), name, value, "true or false")
+        _check_switch(name, value)
     return "auto" if any(flags.values()) or nodes > 1 else None
 
 
@@ -214,7 +227,8 @@ def _search_settings(distmis: Mapping[str, Any], fields: dict[str, Any], notes: 
     if _TENSORFLOW & distmis.keys():
         optimizer.setdefault("lr", {"grid": _GRID_LR})
         fields.setdefault("norm", {"grid": _GRID_NORM})
-        notes.append("the grid of DistMIS's script over b2 and amsgrad is left out because voxlane has no such fields")
+        optimizer.setdefault("b2", {"grid": _GRID_B2})
+        optimizer.setdefault("amsgrad", {"grid": _GRID_AMSGRAD})
     elif not isinstance(optimizer.get("lr"), dict):
         optimizer["lr"] = {"loguniform": _LR_RANGE}
         notes.append("lr: DistMIS's search draws it from 0.0001 to 0.01 whatever the file says, as this search does")

@@ -1,83 +1,82 @@
-"""Dataflux's Config and storage clients, translated to voxlane's."""
+"""Dataflux's Config, and its retries translated to voxlane's."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
 from dataclasses import dataclass
-from datetime import UTC
-from typing import Any
+from typing import Any, Literal
 
-from voxlane.store import RetryConfig, StoreConfig
+from voxlane.store import RetryConfig
+
+try:
+    from google.cloud.storage.retry import DEFAULT_RETRY
+except ImportError:  # the datasets work without google-cloud-storage
+    DEFAULT_RETRY = None
+
+_TEN_YEARS_S = 10 * 365 * 86400.0
+"""Deadline of a retry without one."""
+
+
+def make_retry(deadline_s: float, multiplier: float, max_delay_s: float) -> Any:
+    """Return one of Dataflux's default retries: google.api_core's Retry, or voxlane's if that is not installed."""
+    if DEFAULT_RETRY is None:
+        return RetryConfig(deadline_s=deadline_s, initial_delay_s=1.0, multiplier=multiplier, max_delay_s=max_delay_s)
+    return DEFAULT_RETRY.with_timeout(deadline_s).with_delay(initial=1.0, multiplier=multiplier, maximum=max_delay_s)
+
+
+MODIFIED_RETRY = make_retry(100_000.0, 1.5, 30.0)
+"""The datasets' default retry: for up to 100,000 seconds, with pauses of 1 to 30 seconds."""
 
 
 @dataclass
 class Config:
-    """Dataflux's settings.
+    """Dataflux's settings of a dataset.
 
-    Listing is always parallel and sorted, downloads are always concurrent and composed download follows voxlane's
-    measurements, so `sort_listing_results`, `num_processes`, `threads_per_process` and `max_listing_retries` are
-    accepted and ignored.
+    Listing is always sorted, and downloads are always concurrent: `sort_listing_results` and `threads_per_process` are
+    accepted and have no effect.
     """
 
     sort_listing_results: bool = False
     max_composite_object_size: int = 100_000_000
-    """Maximum size of a joined object in bytes; 0 disables composed download."""
+    """Maximum size of a joined object in bytes; 0 turns composed download off."""
     num_processes: int | None = os.cpu_count()
+    """Parallelism of the listing: 1 lists sequentially, any other number as fast as possible."""
     prefix: str | None = None
+    """Start of the names of the dataset's objects; all objects of the bucket if it is empty."""
     max_listing_retries: int = 3
+    """How often the whole listing is attempted, in addition to the retries of its requests."""
     threads_per_process: int = 1
-    disable_compose: bool = False
-    list_retry_config: Any = None
-    """A google.api_core Retry, used if `download_retry_config` is not set."""
-    download_retry_config: Any = None
-    """A google.api_core Retry, also used for listing."""
+    disable_compose: bool | None = None
+    """True turns composed download off, an explicit False turns it on. By default voxlane decides, and reads objects
+    directly, because GCS joins objects more slowly than it serves them (docs/composed-download.md)."""
+    list_retry_config: Any = MODIFIED_RETRY
+    """A google.api_core Retry for list requests; None turns their retries off."""
+    download_retry_config: Any = MODIFIED_RETRY
+    """A google.api_core Retry for reads; None turns their retries off."""
 
     def __post_init__(self) -> None:
         if self.disable_compose:
             self.max_composite_object_size = 0
 
-
-class ClientCredentials:
-    """Provides tokens from the credentials of a google-cloud-storage client and refreshes them when they expire."""
-
-    def __init__(self, credentials: Any) -> None:
-        self._credentials = credentials
-
-    def __call__(self) -> Mapping[str, Any]:
-        """Return a token and the time at which it expires."""
-        from google.auth.transport.requests import Request
-
-        if not self._credentials.valid:
-            self._credentials.refresh(Request())
-        expiry = self._credentials.expiry
-        return {"token": self._credentials.token, "expires_at": None if expiry is None else expiry.replace(tzinfo=UTC)}
+    @property
+    def compose(self) -> Literal["off", "on", "auto"]:
+        """Return whether small objects are joined, in voxlane's words."""
+        if not self.max_composite_object_size:
+            return "off"
+        return "on" if self.disable_compose is False else "auto"
 
 
-def client_config(storage_client: Any) -> StoreConfig | None:
-    """Return a StoreConfig with the storage client's endpoint and credentials, or None without a client."""
-    return store_config(Config(), storage_client) if storage_client is not None else None
-
-
-def store_config(config: Config, storage_client: Any) -> StoreConfig:
-    """Return a StoreConfig with the storage client's endpoint and credentials and the config's retries."""
-    fields: dict[str, Any] = {}
-    retry = config.download_retry_config or config.list_retry_config
-    if retry is not None:
-        deadline_s = getattr(retry, "_timeout", None) or getattr(retry, "_deadline", None)
-        fields["retry"] = RetryConfig(
-            deadline_s=deadline_s or RetryConfig().deadline_s,
-            initial_delay_s=retry._initial,
-            multiplier=max(1.0, retry._multiplier),
-            max_delay_s=retry._maximum,
-        )
-    if storage_client is not None:
-        endpoint = storage_client._connection.API_BASE_URL
-        if endpoint and not endpoint.endswith("storage.googleapis.com"):
-            fields["endpoint"] = endpoint
-        credentials = storage_client._credentials
-        if type(credentials).__name__ == "AnonymousCredentials":
-            fields["anonymous"] = True
-        elif credentials is not None:
-            fields["credential_provider"] = ClientCredentials(credentials)
-    return StoreConfig(**fields)
+def translate_retry(retry: Any) -> RetryConfig:
+    """Return a google.api_core Retry as voxlane's: same pauses, and no retry after its deadline. None, which turns
+    retries off, has a deadline of 0."""
+    if isinstance(retry, RetryConfig):
+        return retry
+    if retry is None:
+        return RetryConfig(deadline_s=0.0)
+    deadline_s = retry._timeout if hasattr(retry, "_timeout") else retry._deadline
+    return RetryConfig(
+        deadline_s=_TEN_YEARS_S if deadline_s is None else float(deadline_s),
+        initial_delay_s=float(retry._initial),
+        multiplier=max(1.0, float(retry._multiplier)),
+        max_delay_s=float(retry._maximum),
+    )

@@ -2,47 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import cached_property
 from typing import Any
 
-from voxlane.compat.dataflux.config import Config, store_config
+from voxlane.compat.dataflux import dataflux_core
+from voxlane.compat.dataflux.clients import CREATE, DELETE
+from voxlane.compat.dataflux.config import MODIFIED_RETRY, Config
+from voxlane.compat.dataflux.datasets import DatafluxDataset, data_format_default
 from voxlane.dataset import MapDataset
-from voxlane.dataset.samples import Samples, SampleSource
 
-__all__ = ["Config", "DataFluxMapStyleDataset"]
+__all__ = ["CREATE", "DELETE", "FORK", "MODIFIED_RETRY", "Config", "DataFluxMapStyleDataset", "data_format_default"]
 
-
-class DatafluxDataset:
-    """Dataflux's constructor and `objects`; a mixin that precedes one of voxlane's datasets in the bases of a class."""
-
-    samples: Samples
-
-    def __init__(
-        self,
-        project_name: str | None,
-        bucket_name: str,
-        config: Config | None = None,
-        data_format_fn: Callable[[bytes], Any] | None = None,
-        storage_client: Any = None,
-    ) -> None:
-        self.project_name, self.bucket_name = project_name, bucket_name
-        config = config or Config()
-        source = SampleSource(
-            f"gs://{bucket_name}/{config.prefix or ''}",
-            decode=data_format_fn,
-            config=store_config(config, storage_client),
-            compose="auto" if config.max_composite_object_size else "off",
-            compose_max_bytes=config.max_composite_object_size,
-        )
-        super().__init__(Samples(source))  # type: ignore[call-arg]  # the constructor of voxlane's dataset
-
-    @cached_property
-    def objects(self) -> list[tuple[str, int]]:
-        """Name and size in bytes of every object, in order."""
-        manifest = self.samples.sources[""].manifest
-        return list(zip(manifest.keys(), manifest.sizes.tolist(), strict=True))
+FORK = "fork"
 
 
 class DataFluxMapStyleDataset(DatafluxDataset, MapDataset):
-    """Dataflux's map-style dataset; `project_name` is accepted and ignored."""
+    """Dataflux's map-style dataset."""
+
+    @staticmethod
+    def _new_lister(**arguments: Any) -> Any:
+        return dataflux_core.fast_list.ListingController(**arguments)
+
+    @staticmethod
+    def _new_params(max_composite_object_size: int) -> Any:
+        return dataflux_core.download.DataFluxDownloadOptimizationParams(max_composite_object_size)

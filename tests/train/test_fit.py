@@ -236,6 +236,8 @@ def test_loader_processes_see_the_same_patches(data: str, straight: Path, tmp_pa
         ({"accelerator": "gpu"}, ConfigError, "accelerator: torch finds no GPU"),
         ({"precision": "bfloat16"}, ConfigError, "precision: bfloat16 needs a GPU"),
         ({"fold": None, "early_stop": 2}, ConfigError, "early_stop"),
+        ({"optimizer": {"name": "adamw", "capturable": True}}, ConfigError, "optimizer.capturable: only GPUs support"),
+        ({"optimizer": {"fused": True}, "precision": "float16"}, ConfigError, "optimizer.fused: .* cannot clip them"),
         ({"epochs": 0}, ConfigError, "epochs: .*greater than or equal to 1"),
         ({"preset": "large"}, ConfigError, "preset: unknown preset 'large'. Choose from: nnunet, small, mlperf"),
         ({"optimizer": {"lrate": 1}}, ConfigError, "optimizer.lrate: no such field. Did you mean optimizer.lr"),
@@ -248,6 +250,17 @@ def test_config_that_cannot_be_trained_is_rejected_before_anything_is_written(
     with pytest.raises(error, match=words):
         fit(data, tmp_path / "run", **changes)
     assert not (tmp_path / "run").exists()
+
+
+def test_optimizer_arguments_survive_a_resume(data: str, tmp_path: Path) -> None:
+    optimizer = {**TINY["optimizer"], "b2": 0.99, "amsgrad": True, "schedule": "constant"}
+    fit(data, tmp_path / "whole", optimizer=optimizer, epochs=2)
+    fit(data, tmp_path / "resumed", optimizer=optimizer, epochs=1)
+    fit(data, tmp_path / "resumed", resume=True, epochs=2)
+    state = torch.load(f"{tmp_path}/resumed/checkpoints/last.ckpt", weights_only=True)["optimizer_states"][0]
+    assert state["param_groups"][0]["betas"] == (0.9, 0.99)
+    assert "max_exp_avg_sq" in state["state"][0]
+    assert same(weights(tmp_path / "whole"), weights(tmp_path / "resumed"))
 
 
 def test_run_is_never_overwritten(data: str, straight: Path, tmp_path: Path) -> None:

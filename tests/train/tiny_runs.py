@@ -29,6 +29,7 @@ NETWORK = {
     "kernels": [[3, 3, 3], [3, 3, 3]],
     "convs": 1,
 }
+PLAN: dict[str, Any] = {"patch": [16, 16, 16], "batch": 2, "network": NETWORK, "spacing": [1.5, 1, 1]}
 
 
 def case_ids(count: int = 6) -> list[str]:
@@ -43,17 +44,22 @@ def make_ball(shape: tuple[int, int, int], centre: tuple[float, ...], radius: fl
     return sum((a - c) ** 2 for a, c in zip(axes, centre, strict=True)) <= radius**2
 
 
+def make_case(rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
+    """Return an image of a ball with a bright core in noise, and its label."""
+    shape = (26, 24, 22)
+    centre = tuple(float(n / 2 + rng.uniform(-3, 3)) for n in shape)
+    outer, inner = make_ball(shape, centre, 6), make_ball(shape, centre, 3)
+    image = rng.normal(0, 20, shape) + 200 * outer + 300 * inner
+    return image, outer.astype(np.uint8) + inner.astype(np.uint8)
+
+
 def write_cases(folder: Path, names: list[str], seed: int = 0) -> Path:
     """Write scans (int16, HU-like), their labels and a list of them; return the path of the list."""
     rng = np.random.default_rng(seed)
     folder.mkdir(parents=True, exist_ok=True)
     entries = []
     for name in names:
-        shape = (26, 24, 22)
-        centre = tuple(float(n / 2 + rng.uniform(-3, 3)) for n in shape)
-        outer, inner = make_ball(shape, centre, 6), make_ball(shape, centre, 3)
-        image = rng.normal(0, 20, shape) + 200 * outer + 300 * inner
-        label = outer.astype(np.uint8) + inner.astype(np.uint8)
+        image, label = make_case(rng)
         affine = np.diag([1.0, 1.0, 1.5, 1.0])
         nibabel.save(nibabel.Nifti1Image(image.astype(np.int16), affine), folder / f"{name}.nii.gz")
         nibabel.save(nibabel.Nifti1Image(label, affine), folder / f"{name}-label.nii.gz")
@@ -66,9 +72,7 @@ def write_cases(folder: Path, names: list[str], seed: int = 0) -> Path:
 def prepare_balls(folder: Path, names: list[str] | None = None) -> str:
     """Write a prepared dataset to `folder`; return its URI."""
     listed = write_cases(folder / "scans", names or case_ids())
-    config = PrepareConfig(
-        folds=FOLDS, workers=1, plan={"patch": [16, 16, 16], "batch": 2, "network": NETWORK, "spacing": [1.5, 1, 1]}
-    )
+    config = PrepareConfig(folds=FOLDS, workers=1, plan=PLAN)
     return prepare(str(listed), str(folder / "prepared"), config, progress=False).prepared.uri
 
 

@@ -292,7 +292,7 @@ def test_errors_describe_unknown_layouts(tmp_path: Path, gcs: Bucket) -> None:
         discover(src, layout="brats")
     with pytest.raises(LayoutError, match=r"\.json or \.csv file"):
         discover(src, layout="list")
-    with pytest.raises(ConfigError, match=r"unknown layout 'kits'.*kits19, msd, nnunet, brats, list"):
+    with pytest.raises(ConfigError, match=r"unknown layout 'kits'.*kits19, msd, nnunet, brats, npy, list"):
         discover(src, layout="kits")
     write_files(tmp_path / "above" / "Task09", *msd_files(1), dataset=MSD)
     with pytest.raises(LayoutError, match=r"Use Task09, which has a dataset\.json"):

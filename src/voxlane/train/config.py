@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import pydantic
 
@@ -16,6 +16,8 @@ from voxlane.settings import record
 from voxlane.volume.patch_sampling import Placement
 from voxlane.volume.plan import MAX_FEATURES, Network, Norm, Plan, Voxels
 from voxlane.volume.zarr_array import MAX_GAP_BYTES
+
+_Beta = Annotated[float, pydantic.Field(ge=0, lt=1)]
 
 
 @record
@@ -33,12 +35,32 @@ class OptimizerConfig:
     continues with fewer workers keeps its rate."""
     lr_batch: int | None = pydantic.Field(default=None, ge=1)
     """Batch that `lr` is meant for. null: the plan's batch."""
+    weight_decay: float = pydantic.Field(default=3e-5, ge=0)
+    """Weight decay of the optimizer."""
     momentum: float = pydantic.Field(default=0.99, ge=0, lt=1)
     """Momentum of sgd."""
     nesterov: bool = True
     """Use Nesterov momentum with sgd."""
-    weight_decay: float = pydantic.Field(default=3e-5, ge=0)
-    """Weight decay of the optimizer."""
+    dampening: float = pydantic.Field(default=0.0, ge=0, le=1)
+    """Dampening of sgd's momentum; needs nesterov=false."""
+    betas: tuple[_Beta, _Beta] = (0.9, 0.999)
+    """Decay rates of adamw's running means of the gradient and of its square."""
+    b1: _Beta | None = None
+    """First of the betas, to set or search it alone. null: that of `betas`."""
+    b2: _Beta | None = None
+    """Second of the betas, to set or search it alone. null: that of `betas`."""
+    eps: float = pydantic.Field(default=1e-8, ge=0)
+    """Term that adamw adds to its denominator against division by zero."""
+    amsgrad: bool = False
+    """Use the AMSGrad variant of adamw."""
+    capturable: bool = False
+    """Keep the number of steps of adamw on the GPU, as recording in a CUDA graph requires."""
+    maximize: bool = False
+    """Maximise the loss instead of minimising it."""
+    foreach: bool | None = None
+    """Update all weights with a few operations on lists of tensors. null: torch's choice."""
+    fused: bool | None = None
+    """Update all weights with one kernel. null: on a GPU, unless precision is float16."""
     clip_norm: float | None = pydantic.Field(default=12.0, gt=0)
     """Largest gradient norm; larger gradients are clipped to it. null: do not clip."""
     schedule: Literal["poly", "cosine", "constant"] = "poly"
@@ -47,6 +69,37 @@ class OptimizerConfig:
     """Exponent of the poly schedule."""
     warmup_steps: int = pydantic.Field(default=0, ge=0)
     """Number of steps over which the learning rate first rises from zero to its peak."""
+
+    def __post_init__(self) -> None:
+        for owner, names in _OWN_ARGUMENTS.items():
+            for name in names if owner != self.name else ():
+                default = getattr(OptimizerConfig, name)
+                if getattr(self, name) != default and name not in _IGNORED_BY_OTHERS:
+                    fix = f"Leave it out, or use optimizer.name={owner}"
+                    raise ConfigError(f"{self.name} has no argument {name}", fix=fix)
+        if self.name == "sgd" and self.dampening and self.nesterov and self.momentum:
+            raise ConfigError("dampening is not possible with Nesterov momentum", fix="Use optimizer.nesterov=false")
+        if self.foreach and self.fused:
+            raise ConfigError("foreach and fused exclude each other", fix="Leave one of them out")
+
+    def torch_arguments(self) -> dict[str, Any]:
+        """Return the arguments of torch's optimizer, except the weights, `lr` and `fused`, which depend on the run."""
+        shared = {name: getattr(self, name) for name in ("weight_decay", "maximize", "foreach")}
+        if self.name == "sgd":
+            nesterov = self.nesterov and self.momentum > 0
+            return {**shared, "momentum": self.momentum, "nesterov": nesterov, "dampening": self.dampening}
+        first, second = self.betas
+        betas = (first if self.b1 is None else self.b1, second if self.b2 is None else self.b2)
+        return {**shared, "betas": betas, "eps": self.eps, "amsgrad": self.amsgrad, "capturable": self.capturable}
+
+
+_OWN_ARGUMENTS = {
+    "sgd": ("momentum", "nesterov", "dampening"),
+    "adamw": ("betas", "b1", "b2", "eps", "amsgrad", "capturable"),
+}
+"""Fields that only one optimizer has."""
+_IGNORED_BY_OTHERS = ("momentum", "nesterov")
+"""Those of sgd that other optimizers ignore, because presets set them and searches compare optimizers."""
 
 
 @record

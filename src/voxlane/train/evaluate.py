@@ -237,7 +237,7 @@ def read_truth(case: PreparedCase, geometry: Geometry, prepared: Prepared) -> np
     uri: str = case.source["label"]
     fix = "Restore it, or score against the prepared label with space=prepared"
     try:
-        label, label_geometry = read_label(uri, prepared.config)
+        label, label_geometry = read_label(uri, prepared.config, spacing=prepared.description.spacing)
     except NotFoundError as error:
         if type(error) is not NotFoundError:
             raise

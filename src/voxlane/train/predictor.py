@@ -29,7 +29,7 @@ from voxlane.volume.description import Description
 from voxlane.volume.formats import open_store
 from voxlane.volume.grid import Grid, image_to_grid, mask_to_scan, outputs_to_scan, plan_grid
 from voxlane.volume.plan import Plan, Triple
-from voxlane.volume.scan import Scan, read_scan, strip_scan_suffix, write_mask
+from voxlane.volume.scan import Scan, Spacing, read_scan, strip_scan_suffix, write_mask
 
 Mask = npt.NDArray[np.uint8]
 
@@ -225,8 +225,8 @@ class Prediction:
 def plan_predictions(scans: Sequence[str], out: str) -> list[PredictionJob]:
     """Return the files to read and write, without reading a scan. Masks go below `out`, as NAME.nii.gz.
 
-    A scan is a NIfTI file, a folder of one DICOM series, or, for a model with several channels, one file per channel
-    joined by commas. Raises ConfigError if a mask would overwrite another mask or a scan.
+    A scan is a NIfTI or .npy file, a folder of one DICOM series, or, for a model with several channels, one file per
+    channel joined by commas. Raises ConfigError if a mask would overwrite another mask or a scan.
     """
     folder = str(uris.parse(out)).rstrip("/")
     jobs: dict[str, PredictionJob] = {}
@@ -269,7 +269,7 @@ def predict(
     started_at = time.perf_counter()
     target = uris.parse(job.mask)
     open_store(target.root, config).check_writable(target.key)
-    scan = read_channels(job.files, config)
+    scan = read_channels(job.files, config, predictor.description.spacing)
     with tqdm(
         desc=strip_scan_suffix(job.mask), unit="window", disable=None if progress is None else not progress
     ) as bar:
@@ -288,9 +288,10 @@ def predict(
     return Prediction(job.scan, job.mask, volumes, time.perf_counter() - started_at)
 
 
-def read_channels(files: Sequence[str], config: StoreConfig | None = None) -> Scan:
-    """Read the files of one scan as one image. They must share a grid, and all voxels must be finite."""
-    scans = [read_scan(file, config) for file in files]
+def read_channels(files: Sequence[str], config: StoreConfig | None = None, spacing: Spacing | None = None) -> Scan:
+    """Read the files of one scan as one image. They must share a grid, and all voxels must be finite. `spacing` is that
+    of files that store none."""
+    scans = [read_scan(file, config, spacing=spacing) for file in files]
     for file, scan in zip(files, scans, strict=True):
         if len(files) > 1 and len(scan.image) > 1:
             raise ScanError(

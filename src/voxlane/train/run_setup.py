@@ -120,6 +120,11 @@ def _check(config: TrainConfig, prepared: Prepared, ranks: int) -> None:
     prepared.split(config.fold)
     if config.loader.disk_cache is not None:
         DiskCache(config.loader.disk_cache, config.loader.disk_cache_bytes).open()
+    if config.optimizer.fused and config.optimizer.clip_norm is not None and config.precision == "float16":
+        raise ConfigError(
+            "optimizer.fused: gradients in float16 are scaled, and a fused step cannot clip them",
+            fix="Leave it out, or use optimizer.clip_norm=null or precision=bfloat16",
+        )
     if config.fold is None and config.early_stop is not None:
         raise ConfigError("early_stop: without a held-out fold there is no Dice to stop by", fix="Give a fold")
 
@@ -133,6 +138,8 @@ def check_devices(config: TrainConfig, devices: int) -> None:
             f"precision: {config.precision} needs a GPU; torch's 3D convolutions in it crash on some CPUs",
             fix="Leave it out",
         )
+    if not uses_gpu(config) and config.optimizer.capturable:
+        raise ConfigError("optimizer.capturable: only GPUs support it", fix="Leave it out")
     gpus = torch.cuda.device_count()
     if uses_gpu(config) and devices > gpus:
         raise ConfigError(f"devices: {devices} requested, but this machine has {gpus} GPU{'s' * (gpus != 1)}")

@@ -183,16 +183,15 @@ class Segmenter(pl.LightningModule):
     def configure_optimizers(self) -> Any:
         """Return the optimizer and its schedule, which advances after every batch."""
         config = self.settings.optimizer
-        options: dict[str, Any] = {
-            "lr": resolve_learning_rate(self.settings, self.plan),
-            "weight_decay": config.weight_decay,
-            # One kernel for all parameters; it cannot clip gradients while float16's scaler holds them scaled.
-            "fused": self.device.type == "cuda" and self.settings.precision != "float16",
-        }
-        if config.name == "sgd":
-            options |= {"momentum": config.momentum, "nesterov": config.nesterov and config.momentum > 0}
-        optimizer_class = {"sgd": torch.optim.SGD, "adamw": torch.optim.AdamW}[config.name]
-        optimizer = optimizer_class(self.network.parameters(), **options)
+        # One kernel for all parameters; it cannot clip gradients while float16's scaler holds them scaled.
+        is_fused = self.device.type == "cuda" and self.settings.precision != "float16" and not config.foreach
+        optimizer_class: Any = {"sgd": torch.optim.SGD, "adamw": torch.optim.AdamW}[config.name]
+        optimizer = optimizer_class(
+            self.network.parameters(),
+            lr=resolve_learning_rate(self.settings, self.plan),
+            fused=is_fused if config.fused is None else config.fused,
+            **config.torch_arguments(),
+        )
         total_steps = self.settings.epochs * self.settings.steps_per_epoch
         schedule = torch.optim.lr_scheduler.LambdaLR(
             optimizer, lambda step: learning_rate_factor(step, total_steps, config)

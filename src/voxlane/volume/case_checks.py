@@ -111,7 +111,7 @@ class _CaseLoader:
         scans: list[Scan] = []
         for uri in images:
             try:
-                scans.append(read_scan(uri, self.config))
+                scans.append(read_scan(uri, self.config, spacing=self.description.spacing))
             except (NotFoundError, ScanError) as error:
                 self.add_unreadable(uri, error, "missing-image")
         if len(scans) < len(images):
@@ -145,7 +145,7 @@ class _CaseLoader:
             self.add("missing-label", f"no label file for {_file_name(self.case.images[0])}")
             return None
         try:
-            label, geometry = read_label(uri, self.config)
+            label, geometry = read_label(uri, self.config, spacing=self.description.spacing)
         except (NotFoundError, ScanError) as error:
             self.add_unreadable(uri, error, "missing-label")
             return None

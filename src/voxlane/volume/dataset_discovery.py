@@ -33,7 +33,7 @@ class SourceDataset:
     """A dataset at its source, before any scan is read."""
 
     layout: str
-    """Name of the layout: kits19, msd, nnunet, brats or list."""
+    """Name of the layout: kits19, msd, nnunet, brats, npy or list."""
     root: str
     """URI of the folder, or of the list."""
     description: Description
@@ -53,7 +53,7 @@ def discover(
 ) -> SourceDataset:
     """Find the cases below `src_uri`, a folder or prefix in a known layout, or in the .json or .csv list at `src_uri`.
 
-    layout: kits19, msd, nnunet, brats or list; by default detected from the file names.
+    layout: kits19, msd, nnunet, brats, npy or list; by default detected from the file names.
     overrides: fields that replace those of the layout's description; `regions` may be a name in
         `dataset_layouts.REGIONS`.
 
@@ -69,7 +69,7 @@ def discover(
     listed_etags: dict[str, str] | None = None
     if is_file and (layout == "list" or not is_dataset_json):
         root, base = uri, posixpath.dirname(uri) + "/"
-        draft = _parse_list(uri, document, fields)
+        draft = _parse_list(uri, document)
     elif layout == "list":
         raise LayoutError(
             "expected a .json or .csv file for layout list", uri=uri, fix="Use the URI of the list itself"
@@ -110,7 +110,7 @@ def _parse_folder(root: str, config: StoreConfig | None, layout: str | None) -> 
     return LAYOUTS[layout_name](names, document, root), etags
 
 
-def _parse_list(uri: str, document: Any, overrides: Mapping[str, Any]) -> DatasetDraft:
+def _parse_list(uri: str, document: Any) -> DatasetDraft:
     """Parse the cases of a JSON or CSV list."""
     description: dict[str, Any] = {"name": posixpath.splitext(posixpath.basename(uri))[0]}
     if isinstance(document, Mapping):
@@ -131,13 +131,6 @@ def _parse_list(uri: str, document: Any, overrides: Mapping[str, Any]) -> Datase
         folder = posixpath.basename(posixpath.dirname(images[0]))
         case_id = case_id or (name if unique else f"{folder}_{name}")
         cases.append(SourceCase(case_id, patient or case_id, images, label))
-    missing = [field for field in ("channels", "labels") if field not in {**description, **overrides}]
-    if missing:
-        raise LayoutError(
-            f"the list does not define {' and '.join(missing)}",
-            uri=uri,
-            fix="Set them: description.channels=[CT] 'description.labels={background: 0, kidney: 1}'",
-        )
     return DatasetDraft("list", description, cases)
 
 
@@ -166,6 +159,12 @@ def _parse_row(row: Any, number: int, uri: str) -> tuple[tuple[str, ...], str | 
 def _merge_description(layout_fields: Mapping[str, Any], overrides: Mapping[str, Any], root: str) -> Description:
     """Build the layout's description with the user's fields replacing its own."""
     values = dict(layout_fields)
+    if missing := [name for name in ("channels", "labels") if name not in {**values, **overrides}]:
+        raise LayoutError(
+            f"the source does not define {' and '.join(missing)}",
+            uri=root,
+            fix="Set them: description.channels=[CT] 'description.labels={background: 0, kidney: 1}'",
+        )
     if "labels" in overrides or "regions" in overrides:  # the layout's regions refer to the layout's own labels
         values.pop("regions", None)
         values.pop("region_values", None)

@@ -28,6 +28,11 @@ REGIONS: dict[str, dict[str, list[int]]] = {
 task numbers edema 1 and the non-enhancing tumour 2, which is the reverse of BraTS."""
 
 _KITS_PATTERN = re.compile(r"(?P<folder>(?:data/)?case_\d+)/(?:imaging|segmentation)\.nii(?:\.gz)?$")
+_NPY_PATTERNS = (
+    re.compile(r"(?P<folder>(?:.*/)?)(?P<kind>images)(?:Tr)?/(?P<case>[^/]+?)(?:_x)?\.npy$"),
+    re.compile(r"(?P<folder>(?:.*/)?)(?P<kind>labels)(?:Tr)?/(?P<case>[^/]+?)(?:_y)?\.npy$"),
+    re.compile(r"(?P<folder>(?:.*/)?)(?P<case>[^/]+)_(?P<kind>[xy])\.npy$"),
+)
 _BRATS = {
     "brats2018": ("_", ("t1", "t1ce", "t2", "flair"), {"background": 0, "NCR": 1, "ED": 2, "ET": 4}),
     "brats2023": ("-", ("t1n", "t1c", "t2w", "t2f"), {"background": 0, "NCR": 1, "ED": 2, "ET": 3}),
@@ -175,11 +180,50 @@ def parse_brats(names: Collection[str], document: Any, root: str) -> DatasetDraf
     return DatasetDraft("brats", description, cases)
 
 
+def parse_npy(names: Collection[str], document: Any, root: str) -> DatasetDraft:
+    """Parse pairs of arrays: `images/CASE_x.npy` and `labels/CASE_y.npy` as in the demos of Dataflux, the same without
+    `_x` and `_y`, or both in one folder as in MLPerf. The arrays define neither channels nor labels."""
+    images: dict[str, str] = {}
+    labels: dict[str, str] = {}
+    for name in sorted(names):
+        if match := _match_npy(name):
+            files = images if match["kind"] in ("images", "x") else labels
+            base = match["folder"] + match["case"]
+            if base in files:
+                raise LayoutError(f"{files[base]} and {name} are the same case", uri=root, fix="Rename one of them")
+            files[base] = name
+    bases = sorted({*images, *labels})
+    if not bases:
+        raise LayoutError(
+            "no images/*.npy and labels/*.npy, or *_x.npy and *_y.npy", uri=root, fix=_suggest_source(names)
+        )
+    by_name = collections.Counter(posixpath.basename(base) for base in bases)
+    cases = []
+    for base in bases:
+        # Cases of the same name, such as those of train/images and val/images, are distinguished by their folders.
+        case_id = posixpath.basename(base) if by_name[posixpath.basename(base)] == 1 else base.replace("/", "_")
+        image = images.get(base) or _expected_image(labels[base])
+        cases.append(SourceCase(case_id, case_id, (image,), labels.get(base)))
+    return DatasetDraft("npy", {"name": _folder_name(root)}, cases)
+
+
+def _match_npy(name: str) -> re.Match[str] | None:
+    return next(filter(None, (pattern.match(name) for pattern in _NPY_PATTERNS)), None)
+
+
+def _expected_image(label: str) -> str:
+    """Return the name that the image of a label without one should have."""
+    folder, name = posixpath.split(label)
+    image_folder = re.sub(r"labels(Tr)?$", r"images\1", folder)
+    return posixpath.join(image_folder, re.sub(r"_y(\.npy)$", r"_x\1", name))
+
+
 LAYOUTS: dict[str, Callable[[Collection[str], Any, str], DatasetDraft]] = {
     "kits19": parse_kits19,
     "msd": parse_msd,
     "nnunet": parse_nnunet,
     "brats": parse_brats,
+    "npy": parse_npy,
 }
 
 
@@ -200,11 +244,13 @@ def detect_layout(names: Collection[str], document: Any, root: str) -> str:
         return "kits19"
     if any(_brats_groups(names, naming) for naming in _BRATS):
         return "brats"
+    if any(_match_npy(name) for name in names):
+        return "npy"
     if not names:
         raise LayoutError("the folder is empty", uri=root, fix="Check the spelling of the bucket and the folder")
     raise LayoutError(
-        "unknown dataset layout; expected dataset.json (Decathlon, nnU-Net), case_XXXXX/imaging.nii.gz (KiTS19), or "
-        "folders with files named *_t1ce or *-t1c (BraTS)",
+        "unknown dataset layout; expected dataset.json (Decathlon, nnU-Net), case_XXXXX/imaging.nii.gz (KiTS19), "
+        "folders with files named *_t1ce or *-t1c (BraTS), or images/*.npy and labels/*.npy",
         uri=root,
         fix=_suggest_source(names),
     )

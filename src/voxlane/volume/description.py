@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Annotated
 
 import pydantic
 
 from voxlane.settings import record
+
+_Millimetres = Annotated[float, pydantic.Field(gt=0)]
 
 
 @record
@@ -25,6 +28,9 @@ class Description:
     region_values: tuple[int, ...] | None = None
     """Label value of each region in a predicted mask; later regions overwrite earlier ones. By default a value that the
     region has and later regions lack."""
+
+    spacing: tuple[_Millimetres, _Millimetres, _Millimetres] | None = None
+    """Millimetres between voxels along z, y and x of scans whose files store no spacing (.npy). null: 1 mm."""
 
     @pydantic.model_validator(mode="after")
     def _check(self) -> Description:

@@ -15,6 +15,9 @@ _LIMIT = 32767
 """Largest absolute value of a stored integer."""
 _ZSCORE_UNIT = 1 / 512
 """Standard deviations per step of a stored integer; the range is 64 standard deviations in either direction."""
+_SMALLEST_CT_RANGE = 64.0
+"""Range of values below which a CT is not in Hounsfield units but was normalised before, and whole units are too
+coarse."""
 _SMALLEST_STD = 1e-8
 """Lower bound of a standard deviation, so that a constant channel becomes 0 instead of a division by zero."""
 
@@ -64,7 +67,8 @@ def encode(
 ) -> tuple[NDArray[np.int16], tuple[float, ...], tuple[float, ...]]:
     """Encode a normalised `image` (C, Z, Y, X) as integers; also return each channel's scale and offset (see `decode`).
 
-    ct: one step is one Hounsfield unit, so rounding changes a voxel by at most half of one. zscore: one step is 1/512
+    ct: one step is one Hounsfield unit, so rounding changes a voxel by at most half of one; the range of a CT that was
+    normalised before is divided into 65534 steps. zscore: one step is 1/512
     of a standard deviation, and values beyond 64 standard deviations are clipped. none: integers that fit are stored as
     they are, otherwise the channel's range is divided into 65534 steps.
     """
@@ -100,7 +104,7 @@ def _scale_and_offset(channel: NDArray[np.float32], scheme: Normalisation) -> tu
     if scheme.scheme == "zscore":
         return _ZSCORE_UNIT, 0.0
     if scheme.scheme == "ct":
-        if max(abs(scheme.lower), abs(scheme.upper)) <= _LIMIT:
+        if max(abs(scheme.lower), abs(scheme.upper)) <= _LIMIT and scheme.upper - scheme.lower >= _SMALLEST_CT_RANGE:
             return 1 / scheme.std, -scheme.mean / scheme.std
         low, high = (scheme.lower - scheme.mean) / scheme.std, (scheme.upper - scheme.mean) / scheme.std
     else:

@@ -36,6 +36,7 @@ from voxlane.volume.case_checks import CaseProblem
 from voxlane.volume.case_writer import write_case
 from voxlane.volume.dataset_discovery import SourceCase, SourceDataset, discover
 from voxlane.volume.description import Description
+from voxlane.volume.formats.npy import NPY_SUFFIX
 from voxlane.volume.grid import MLPERF_RECIPE, compute_grid_affine, image_to_grid, label_to_grid, plan_grid
 from voxlane.volume.plan import Plan
 from voxlane.volume.prepared_dataset import VERSION, Prepared, PreparedCase, as_prefix, case_key
@@ -50,10 +51,10 @@ _FOREGROUND_VOXELS = 1000
 class PrepareConfig:
     """Settings of `prepare`."""
 
-    layout: Literal["kits19", "msd", "nnunet", "brats", "list"] | None = None
+    layout: Literal["kits19", "msd", "nnunet", "brats", "npy", "list"] | None = None
     """Layout of the source; detected by default."""
     description: Mapping[str, Any] = pydantic.Field(default_factory=dict)
-    """Name, channels, labels or regions that the source does not define or defines wrongly, such as
+    """Name, channels, labels, regions or spacing that the source does not define or defines wrongly, such as
     description.regions={WT: [1,2,3], TC: [2,3], ET: [3]}."""
     recipe: Literal["auto", "mlperf-kits19"] = "auto"
     """auto: fingerprint and plan as in nnU-Net. mlperf-kits19: the constants of that benchmark."""
@@ -82,6 +83,8 @@ class PrepareResult:
     cases_checked: int
     """Number of cases that this run read and checked; the others had been checked before."""
     cases_written: int
+    assumes_spacing: bool
+    """Whether the spacing of files that store none was assumed to be 1 mm."""
 
 
 @dataclass(frozen=True)
@@ -132,8 +135,8 @@ def prepare(
         return tasks
 
     with _Workers(options.workers, progress) as workers:
-        description = settings.to_plain(source.description)
-        checks = make_tasks("check", source.cases, None, description["channels"], description["labels"])
+        description, spacing = settings.to_plain(source.description), _given_spacing(source)
+        checks = make_tasks("check", source.cases, None, description["channels"], description["labels"], *spacing)
         results = _read_results(store, checks, recorded_keys)
         cases_checked = len(checks) - len(results)
         results |= workers.run(check_case, checks, results, store, "checking")
@@ -147,7 +150,7 @@ def prepare(
         plan = _make_plan(source.description, merged, options)
         volume_fields = ("recipe", "spacing", "normalisation", "patch", "pad_to_patch")
         volume_settings = {name: settings.to_plain(plan)[name] for name in volume_fields}
-        writes = make_tasks("write", good, plan, volume_settings)
+        writes = make_tasks("write", good, plan, volume_settings, *spacing)
         stored = _list_volumes(store, prefix)
         volumes = {
             name: result
@@ -178,7 +181,20 @@ def prepare(
             for case in good
         ],
     )
-    return PrepareResult(Prepared.load(dst, config), problems, cases_checked, len(remaining))
+    prepared = Prepared.load(dst, config)
+    return PrepareResult(prepared, problems, cases_checked, len(remaining), _assumes_spacing(source))
+
+
+def _given_spacing(source: SourceDataset) -> tuple[Any, ...]:
+    """Return what identifies the spacing of files that store none; empty unless the description has it, so that the
+    records of other datasets stay valid."""
+    return () if source.description.spacing is None else (source.description.spacing,)
+
+
+def _assumes_spacing(source: SourceDataset) -> bool:
+    """Return whether there are files that store no spacing, and the description does not have it either."""
+    has_npy = any(image.lower().endswith(NPY_SUFFIX) for case in source.cases for image in case.images)
+    return has_npy and source.description.spacing is None
 
 
 def _choose_fold(case: SourceCase, plan: Plan, folds: int) -> int:

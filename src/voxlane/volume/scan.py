@@ -17,13 +17,16 @@ from voxlane.errors import ConfigError, NotFoundError, ScanError
 from voxlane.store import StoreConfig
 from voxlane.volume.formats import NotVolumeError, StoredVoxels, open_store
 from voxlane.volume.formats.nifti import NIFTI_SUFFIXES, encode_nifti, parse_nifti
+from voxlane.volume.formats.npy import NPY_SUFFIX, parse_npy
 from voxlane.volume.geometry import Array, Geometry
 
 ITK_SUFFIXES = (".nrrd", ".mha")
 """Suffixes of files that are read through SimpleITK."""
-SCAN_SUFFIXES = NIFTI_SUFFIXES + ITK_SUFFIXES
-_UNSUPPORTED = (".hdr", ".img", ".mhd", ".nhdr", ".dcm", ".png", ".jpg", ".tif", ".tiff", ".npy", ".npz")
+SCAN_SUFFIXES = (*NIFTI_SUFFIXES, *ITK_SUFFIXES, NPY_SUFFIX)
+_UNSUPPORTED = (".hdr", ".img", ".mhd", ".nhdr", ".dcm", ".png", ".jpg", ".tif", ".tiff", ".npz")
 _MAX_LABEL = 255
+Spacing = tuple[float, float, float]
+"""Millimetres between voxels along (z, y, x)."""
 
 
 class LabelValuesError(ScanError):
@@ -42,23 +45,26 @@ class Scan:
     """Data type stored in the file."""
 
 
-def read_scan(uri: str, config: StoreConfig | None = None, *, body: bytes | None = None) -> Scan:
-    """Read a NIfTI file (4D: one channel per volume), a .nrrd or .mha file, or a folder or bucket prefix with the DICOM
-    files of one series. Raises ScanError if it is not a readable 3D scan, and NotFoundError if it does not exist.
+def read_scan(
+    uri: str, config: StoreConfig | None = None, *, body: bytes | None = None, spacing: Spacing | None = None
+) -> Scan:
+    """Read a NIfTI file (4D: one channel per volume), a .nrrd, .mha or .npy file, or a folder or bucket prefix with the
+    DICOM files of one series. Raises ScanError if it is not a readable 3D scan, and NotFoundError if it does not exist.
 
-    body: the bytes of a NIfTI file that was read already; errors name `uri`.
+    body: the bytes of a NIfTI or .npy file that was read already; errors name `uri`.
+    spacing: millimetres (z, y, x) between voxels for a format that stores none (.npy); None: 1 mm.
     """
-    stored, geometry = _read_voxels(uri, config) if body is None else parse_nifti(body, uri)
+    stored, geometry = _read_voxels(uri, config, spacing) if body is None else _parse(body, uri, spacing)
     image = np.ascontiguousarray(geometry.to_canonical(_to_native(stored.scaled())))
     return Scan(image, geometry, stored.array.dtype.newbyteorder("="))
 
 
 def read_label(
-    uri: str, config: StoreConfig | None = None, *, body: bytes | None = None
+    uri: str, config: StoreConfig | None = None, *, body: bytes | None = None, spacing: Spacing | None = None
 ) -> tuple[npt.NDArray[np.uint8], Geometry]:
     """Read a label as class numbers (Z, Y, X) along the anatomical axes, and its own grid. Integers stored as floats
-    are accepted; LabelValuesError is raised for any other value. `body` is as for `read_scan`."""
-    stored, geometry = _read_voxels(uri, config) if body is None else parse_nifti(body, uri)
+    are accepted; LabelValuesError is raised for any other value. `body` and `spacing` are as for `read_scan`."""
+    stored, geometry = _read_voxels(uri, config, spacing) if body is None else _parse(body, uri, spacing)
     if len(stored.array) != 1:
         raise NotVolumeError(
             f"the label is a 4D file of {len(stored.array)} volumes", uri=uri, fix="Use one 3D volume of class numbers"
@@ -94,15 +100,20 @@ def strip_scan_suffix(uri: str) -> str:
     return next((name[: -len(suffix)] for suffix in SCAN_SUFFIXES if name.lower().endswith(suffix)), name)
 
 
-def _read_voxels(uri: str, config: StoreConfig | None) -> tuple[StoredVoxels, Geometry]:
+def _parse(body: Any, uri: str, spacing: Spacing | None) -> tuple[StoredVoxels, Geometry]:
+    """Parse a file that was read as a whole; a file of an unknown name is NIfTI if its first bytes say so."""
+    return parse_npy(body, uri, spacing) if uri.lower().endswith(NPY_SUFFIX) else parse_nifti(body, uri)
+
+
+def _read_voxels(uri: str, config: StoreConfig | None, spacing: Spacing | None) -> tuple[StoredVoxels, Geometry]:
     """Read the file or series at `uri` in the format that its name indicates."""
     parsed = uris.parse(uri)
     lower = parsed.key.lower()
     local = f"/{parsed.key}" if parsed.scheme == "file" else ""
     is_folder = bool(local) and os.path.isdir(local)
     is_itk_file = lower.endswith(ITK_SUFFIXES) and not is_folder
-    if lower.endswith(NIFTI_SUFFIXES) and not is_folder:
-        return parse_nifti(open_store(parsed.root, config).get(parsed.key), uri)
+    if lower.endswith((*NIFTI_SUFFIXES, NPY_SUFFIX)) and not is_folder:
+        return _parse(open_store(parsed.root, config).get(parsed.key), uri, spacing)
     if lower.endswith(_UNSUPPORTED):
         suffix = lower.rpartition(".")[2]
         fix = "Use the folder of the whole series" if suffix == "dcm" else "Convert it to .nii.gz"
@@ -110,7 +121,7 @@ def _read_voxels(uri: str, config: StoreConfig | None) -> tuple[StoredVoxels, Ge
     if local and not is_folder and not is_itk_file:
         if not os.path.exists(local):
             raise NotFoundError("no such file or folder", uri=uri, fix="Check its spelling")
-        return parse_nifti(open_store(parsed.root, config).get(parsed.key), uri)  # its first bytes tell the format
+        return _parse(open_store(parsed.root, config).get(parsed.key), uri, spacing)
     from voxlane.volume.formats import dicom  # which needs SimpleITK, an optional dependency
 
     return (dicom.read_file if is_itk_file else dicom.read_series)(str(parsed), config)
@@ -126,6 +137,8 @@ def _to_native(array: Array) -> Array:
 
 def _to_class_numbers(values: Array, uri: str) -> npt.NDArray[np.uint8]:
     """Convert integral values from 0 to 255 to uint8; raise LabelValuesError for any other value."""
+    if values.dtype == np.uint8:
+        return values
     fix = "A label holds class numbers: check that this is not the image or an interpolated label"
     if values.dtype.kind == "f":
         with np.errstate(invalid="ignore"):

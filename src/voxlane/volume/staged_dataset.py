@@ -56,7 +56,7 @@ class _Copy:
     prefix: str
     """Prefix of keys in the bucket that is not part of the objects' names in the copy."""
     versions: dict[str, str | None]
-    """Version of each object that is completely copied."""
+    """Version of each object that is completely copied, under its own name."""
 
     def has(self, key: str, etag: str | None) -> bool:
         name = key.removeprefix(self.prefix)
@@ -126,4 +126,5 @@ class StagedReader:
                 prefix = prefix.removesuffix(as_prefix(self._source.removeprefix(f"{origin.source}/")))
             with contextlib.suppress(OSError):  # a container mounts the copy read-only
                 local_store.mark_used(path)
-        return _Copy(path, manifest, prefix, {name: entry.etag for name, entry in entries.items()})
+        versions = {name: entry.etag for name, entry in entries.items() if entry.path is None}
+        return _Copy(path, manifest, prefix, versions)

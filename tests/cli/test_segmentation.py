@@ -10,6 +10,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import nibabel
+import numpy as np
 import pytest
 
 from tests.conftest import Bucket
@@ -130,6 +132,37 @@ def test_all_commands_in_a_bucket(root: Path, gcs: Bucket, emulator: Emulator, c
     assert status == 0, err
     assert out.startswith(f"gs://bkt/masks/{name}.nii.gz  ball ")
     assert gcs.store.exists(f"masks/{name}.nii.gz")
+
+
+def test_arrays_from_pairs_to_masks(call: Any, tmp_path: Path) -> None:
+    for name in tiny_runs.case_ids(4):
+        image, label = tiny_runs.make_case(np.random.default_rng(len(name)))
+        for folder, ending, array in (("images", "x", image.astype(np.float32)), ("labels", "y", label)):
+            (tmp_path / "raw" / folder).mkdir(parents=True, exist_ok=True)
+            np.save(tmp_path / "raw" / folder / f"{name}_{ending}.npy", array[None])
+    plan = [f"plan.{key}={json.dumps(value)}" for key, value in tiny_runs.PLAN.items()]
+    labels = f"description.labels={json.dumps(tiny_runs.LABELS)}"
+    settings = ["description.channels=[CT]", labels, f"folds={tiny_runs.FOLDS}", "workers=1", *plan]
+    status, _, errors = call("prepare", tmp_path / "raw", tmp_path / "one-mm", "--no-progress", *settings)
+    assert status == 0, errors
+    assert "note: .npy files store no spacing: 1 x 1 x 1 mm is assumed" in errors
+    data, run = tmp_path / "prepared", tmp_path / "run"
+    spacing = "description.spacing=[1.5,1,1]"
+    status, _, errors = call("prepare", tmp_path / "raw", data, "--no-progress", *settings, spacing)
+    assert (status, errors) == (0, "")
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps(tiny_runs.CONFIG))
+    assert call("train", data, "--run", run, "--config", config, "--no-progress")[0] == 0
+    status, out, errors = call("evaluate", run, "--no-progress")
+    assert status == 0, errors
+    assert "ball" in out
+    scan = tmp_path / "raw" / "images" / f"{tiny_runs.case_ids(4)[0]}_x.npy"
+    status, out, errors = call("predict", run, scan, "-o", tmp_path / "masks", "--no-progress")
+    assert status == 0, errors
+    mask = nibabel.load(tmp_path / "masks" / f"{scan.stem}.nii.gz")
+    assert mask.shape == np.load(scan).shape[:0:-1]  # NIfTI's axes are x, y, z
+    assert mask.get_data_dtype() == np.uint8
+    np.testing.assert_array_equal(mask.affine, np.diag([1, 1, 1.5, 1]))
 
 
 def test_cross_validation_and_ensemble(root: Path, scan: str, call: Any, tmp_path: Path) -> None:

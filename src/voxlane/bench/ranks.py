@@ -40,12 +40,24 @@ class LostRankError(CheckpointError):
 def run(work: Callable[..., Any], num_ranks: int, accelerator: str, *arguments: Any) -> Any:
     """Call `work(device, *arguments)` in `num_ranks` new processes that form a process group and return the result of
     the first rank. A VoxlaneError of any rank is raised here. `work` must be importable."""
-    device_type(accelerator, num_ranks)
+    return run_on_node(work, range(num_ranks), num_ranks, "", accelerator, *arguments)
+
+
+def run_on_node(
+    work: Callable[..., Any], own_ranks: range, num_ranks: int, address: str, accelerator: str, *arguments: Any
+) -> Any:
+    """Start the ranks `own_ranks` of `num_ranks` as `run` does; other nodes start the others. All meet at `address`,
+    host and port of the node with the first rank; without an address, all ranks are processes of this node. Nodes
+    without the first rank get None."""
+    device_type(accelerator, len(own_ranks))
     context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory(prefix="voxlane-bench-") as folder:
+        meeting_point = f"tcp://{address}" if address else f"file://{folder}/rendezvous"
         processes = [
-            context.Process(target=_main, args=(work, rank, num_ranks, accelerator, folder, arguments))
-            for rank in range(num_ranks)
+            context.Process(
+                target=_main, args=(work, rank, local_rank, num_ranks, meeting_point, accelerator, folder, arguments)
+            )
+            for local_rank, rank in enumerate(own_ranks)
         ]
         for process in processes:
             process.start()
@@ -56,7 +68,7 @@ def run(work: Callable[..., Any], num_ranks: int, accelerator: str, *arguments: 
                 process.kill()
                 process.join()
         _raise_failure(Path(folder), processes)
-        return pickle.loads(Path(folder, "result").read_bytes())
+        return pickle.loads(Path(folder, "result").read_bytes()) if 0 in own_ranks else None
 
 
 def join_job(work: Callable[..., Any], accelerator: str, *arguments: Any) -> Any:
@@ -159,11 +171,18 @@ def _group(accelerator: str, rendezvous: str, local_rank: int, rank: int, num_ra
 
 
 def _main(
-    work: Callable[..., Any], rank: int, num_ranks: int, accelerator: str, folder: str, arguments: tuple[Any, ...]
+    work: Callable[..., Any],
+    rank: int,
+    local_rank: int,
+    num_ranks: int,
+    meeting_point: str,
+    accelerator: str,
+    folder: str,
+    arguments: tuple[Any, ...],
 ) -> None:
     threading.Thread(target=_end_with_parent, name="voxlane-parent", daemon=True).start()
     try:
-        with _group(accelerator, f"file://{folder}/rendezvous", rank, rank, num_ranks) as device:
+        with _group(accelerator, meeting_point, local_rank, rank, num_ranks) as device:
             result = work(device, *arguments)
             if rank == 0:
                 Path(folder, "result").write_bytes(pickle.dumps(result))

@@ -32,17 +32,28 @@ class BenchCheckpointCommand(StoreOptions, CheckpointSettings):
 
     Size of the model: 10 layers 79 MB, 100 layers 311 MB, 1000 layers 2.6 GB, 10000 layers 26 GB.
 
-    Environment: CKPT_DIR_PATH, CKPT_RESTORE_PATH, NUM_LAYERS, NUM_SAVE_CALLS, NUM_LOAD_CALLS, NUM_NODES and NUM_DEVICES
-    (their product is the number of ranks) and ACCELERATOR apply where the flag is not given. Under torchrun, and
-    wherever RANK, WORLD_SIZE and MASTER_ADDR are set, the process takes part as that rank, and WORLD_SIZE is the number
-    of ranks.
+    Checkpoints are saved below DIR/checkpoints. Before anything is saved, all settings are checked, and the checkpoint
+    that --restore names is looked up.
+
+    Environment, where the flag is not given (the variables of Dataflux's benchmarks):
+      CKPT_DIR_PATH, CKPT_RESTORE_PATH, ACCELERATOR      --dir, --restore, --accelerator
+      NUM_LAYERS, NUM_SAVE_CALLS, NUM_LOAD_CALLS         --layers, --saves, --loads
+      NUM_NODES, NUM_DEVICES (auto: all GPUs, or 1)      their product is the number of ranks
+      LAYER_SIZE, PADDING_SIZE, SAMPLE_COUNT             --layer-size, --padding-size, both --saves and --loads
+      USE_FSSPEC, USE_ASYNC                              --strategy fsspec, --async
+      STEPS_PER_SAVE, SIMULATED_WORKLOAD_DURATION        --steps-per-save, --step-time
+
+    Under torchrun, and wherever RANK, WORLD_SIZE and MASTER_ADDR are set, the process takes part as that rank, and
+    WORLD_SIZE is the number of ranks. In a JobSet that sets COORDINATOR_ADDRESS, MASTER_PORT, JOB_INDEX,
+    JOB_COMPLETION_INDEX and PROCESSES_IN_JOB, as Dataflux's do, the process is that node and starts its own ranks.
 
     Examples:
       voxlane bench checkpoint --dir gs://bucket/bench --ranks 2 --layers 100
       voxlane bench checkpoint --dir s3://bucket/bench --strategy voxlane --strategy fsspec --format single
       voxlane bench checkpoint --dir gs://bucket/bench --strategy filesystem --mount /mnt/bucket
       voxlane bench checkpoint --save-only --dir gs://bucket/bench --saves 1      prints the checkpoint's URI, for:
-      voxlane bench checkpoint --load-only --restore gs://bucket/bench/voxlane-bench/voxlane-distributed/ckpt-0
+      voxlane bench checkpoint --load-only --restore gs://bucket/bench/checkpoints/voxlane-distributed/ckpt-0
+      voxlane bench checkpoint --dir gs://bucket/bench --async --steps-per-save 10 --step-time 0.5
       torchrun --nnodes 4 --nproc-per-node 8 -m voxlane bench checkpoint --dir gs://bucket/bench --accelerator cuda
     """
 

@@ -27,6 +27,8 @@ repeated. A `Literal` has choices. `Flag` in `Annotated` sets everything else. O
 fields of a base class; its ClassVar `flag_group` gives them a heading of their own in --help. A command that can fail
 without an exception returns its exit status from `_run`.
 
+A flag may be written with underscores for its dashes: --save_only is --save-only.
+
 Values of a wrong type, unknown flags and missing arguments raise UsageError (exit status 2). Values that the record
 itself rejects raise ConfigError (exit status 1) with the flag's name.
 
@@ -165,6 +167,7 @@ class CommandParser:
         self._options.sort(key=lambda o: (not o.flag.positional, o.variadic, o.flag.overrides, not o.is_own))
         self._overrides = next((option.name for option in self._options if option.flag.overrides), "")
         self._remainder = next((option.name for option in self._options if option.flag.remainder), "")
+        self._flag_names = {name for option in self._options for name in (*option.names, *option.negative)}
         self.app = self._make_app()
 
     def _make_app(self) -> cyclopts.App:
@@ -214,29 +217,36 @@ class CommandParser:
         has_arguments = any(option.flag.positional and not option.flag.remainder for option in self._options)
         parsed: list[str] = []
         overrides: list[str] = []
+        standard_input: list[str] = []  # cyclopts takes a bare - for a flag unless it comes after --
         rest = list(words)
         while rest:
-            word = rest.pop(0)
+            word = self._with_dashes(rest.pop(0))
             if self._remainder and (word == "--" or not (has_arguments or word.startswith("-"))):
                 rest = rest if word == "--" else [word, *rest]
                 break
             if self._overrides and settings.is_override(word):
                 overrides.append(word)
+            elif word == "-":
+                standard_input.append(word)
             elif word not in takes_value:
                 parsed.append(word)
-            elif takes_value[word].bare_value and (not rest or rest[0].startswith("-")):
-                parsed.append(f"{word}={takes_value[word].bare_value}")
             else:
-                parsed += [word, *rest[:1]]
-                del rest[:1]
+                parsed += _take_value(word, takes_value[word].bare_value, rest)
         taken = {self._overrides: tuple(overrides), self._remainder: tuple(rest)}
+        parsed += ["--", *standard_input] if standard_input else []
         return parsed, {name: values for name, values in taken.items() if name}
+
+    def _with_dashes(self, word: str) -> str:
+        """Return a flag that is written with underscores as it is declared, and any other word unchanged."""
+        flag, equals, value = word.partition("=")
+        declared = flag.replace("_", "-")
+        return declared + equals + value if declared in self._flag_names else word
 
     def _explain(self, error: parsing.CycloptsError, words: Sequence[str]) -> str:
         """Say in one line what is wrong with the words of a command line."""
         argument = error.argument
-        flag_names = {name for option in self._options for name in (*option.names, *option.negative)}
-        unknown = [flag for word in words if word.startswith("--") and (flag := word.split("=")[0]) not in flag_names]
+        flags = [word.split("=")[0] for word in words if word.startswith("--")]
+        unknown = [flag for flag in flags if flag not in self._flag_names]
         labels = {option.name: option.names[0] for option in self._options}
         label = labels.get(argument.field_info.name, argument.name) if argument is not None else ""
         match error:
@@ -282,6 +292,13 @@ class CommandParser:
         sections["Options"].append(("-h, --help", "Show this text."))
         tables = [f"{title}:\n{format_rows(rows, width)}" for title, rows in sections.items() if rows]
         return "\n\n".join([usage, format_text(inspect.getdoc(self.command_class) or "", width), *tables]) + "\n"
+
+
+def _take_value(flag: str, bare_value: str, rest: list[str]) -> list[str]:
+    """Return a flag with its value, which is taken from the words after it, or is `bare_value` if they have none."""
+    if bare_value and (not rest or rest[0].startswith("-")):
+        return [f"{flag}={bare_value}"]
+    return [flag, *(rest.pop(0) for _ in rest[:1])]
 
 
 def _format_default(value: Any) -> str:

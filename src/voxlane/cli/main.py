@@ -48,6 +48,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "operator": ("operator", "Stage datasets onto nodes' disks in a cluster"),
     "operator install": ("operator", "Install the operator, and the kind StagedDataset, in a cluster"),
     "operator uninstall": ("operator", "Remove the operator from a cluster"),
+    "operator convert": ("operator", "Print StagedDatasets for the VolumeManagers of kube-volume-controller"),
     "operator run": ("operator", "Run the operator until SIGTERM or Ctrl-C"),
     "operator agent": ("operator", "Commands that the operator's pods run"),
     "operator agent stage": ("operator", "Copy a dataset to this node, for the operator"),

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 import time
+from collections.abc import Sequence
 from functools import partial
+from pathlib import Path
 from typing import Annotated
 
 import yaml
@@ -15,8 +18,8 @@ from voxlane.cluster.kubernetes.names import API_VERSION
 from voxlane.cluster.kubernetes.operator.agent import OperatorAgentRemoveCommand, OperatorAgentStageCommand
 from voxlane.cluster.kubernetes.operator.manifests import COPIER, OPERATOR_NAME, build_manifests
 from voxlane.cluster.kubernetes.operator.resource import InstallConfig, OperatorConfig
-from voxlane.errors import ClusterError, ForbiddenError
-from voxlane.settings import Flag, record
+from voxlane.errors import ClusterError, ConfigError, ForbiddenError
+from voxlane.settings import ARGUMENT, Flag, record
 
 __all__ = ["OperatorAgentRemoveCommand", "OperatorAgentStageCommand"]  # the table of commands finds them here
 _SYSTEM_NAMESPACE = "voxlane-system"
@@ -37,6 +40,7 @@ Examples:
   voxlane operator install --image registry.lab/voxlane:1      into the cluster that kubectl talks to
   voxlane operator install --image registry.lab/voxlane:1 --render > operator.yaml
   voxlane operator run --image registry.lab/voxlane:1          here, instead of in the cluster
+  voxlane operator convert volumes.yaml | kubectl apply -f -   from kube-volume-controller
   voxlane operator uninstall --data                            with every dataset on the nodes
 """
 
@@ -92,7 +96,7 @@ class OperatorInstallCommand(InstallConfig):
     def _run(self) -> None:
         if self.render:
             manifests = build_manifests(self, namespace=self.namespace)
-            print("\n---\n".join(yaml.safe_dump(item, sort_keys=False, width=120).strip() for item in manifests))
+            print(_format_manifests(manifests))
             return
         cluster = Cluster.connect(context=self.context, namespace=self.namespace)
         image = self.image or _find_installed_image(cluster, self.namespace)
@@ -112,6 +116,10 @@ class OperatorInstallCommand(InstallConfig):
             action = "updated" if existing is not None else "created"
             print(f"{manifest['kind']} {manifest['metadata']['name']}{scope}: {action}")
         print(f"see: kubectl -n {self.namespace} get deployment; kubectl get stageddatasets -A")
+
+
+def _format_manifests(manifests: Sequence[Object]) -> str:
+    return "\n---\n".join(yaml.safe_dump(dict(item), sort_keys=False, width=120).strip() for item in manifests)
 
 
 def _find_installed_image(cluster: Cluster, namespace: str) -> str | None:
@@ -209,3 +217,41 @@ def _delete_datasets(cluster: Cluster, datasets: list[Object], timeout_s: float)
 
 def _title_of(dataset: Object) -> str:
     return f"{dataset['metadata']['namespace']}/{dataset['metadata']['name']}"
+
+
+# -- convert -----------------------------------------------------------------------------------------------------------
+
+
+@record
+class OperatorConvertCommand:
+    """Print StagedDatasets for the VolumeManagers of kube-volume-controller.
+
+    Each volume of a VolumeManager becomes a StagedDataset that is named after both, MANAGER-ID. Fields without a
+    counterpart are named on standard error, with the reason. Nothing is printed if one of them cannot be converted.
+
+    Examples:
+      voxlane operator convert volumes.yaml > datasets.yaml
+      kubectl get volumemanagers -A -o yaml | voxlane operator convert - | kubectl apply -f -
+    """
+
+    file: Annotated[str, ARGUMENT]
+    """YAML or JSON file with one or several VolumeManagers; -: standard input."""
+
+    def _run(self) -> None:
+        from voxlane.cluster.kubernetes.validate import validate
+        from voxlane.cluster.kubernetes.volume_manager import convert
+
+        conversion = convert(_read_text(self.file), self.file)
+        validate(conversion.datasets)
+        for warning in conversion.warnings:
+            print(f"warning: {warning}", file=sys.stderr)
+        print(_format_manifests(conversion.datasets))
+
+
+def _read_text(file: str) -> str:
+    try:
+        return sys.stdin.read() if file == "-" else Path(file).read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"cannot read the manifest: {error.strerror}", uri=file) from None
+    except UnicodeDecodeError:
+        raise ConfigError("the manifest is not UTF-8 text", uri=file) from None

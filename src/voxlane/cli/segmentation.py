@@ -42,12 +42,14 @@ class PrepareCommand(FieldsFileOptions, ConfiguredOptions):
     in parallel. Run the command again to continue after an interruption, or after SRC has changed.
 
     SRC may be KiTS19 (case_00000/imaging.nii.gz), Medical Segmentation Decathlon (dataset.json), nnU-Net raw (imagesTr,
-    labelsTr), BraTS folders of modalities, or a .json or .csv list of images and labels.
+    labelsTr), BraTS folders of modalities, pairs of arrays (images/CASE_x.npy, labels/CASE_y.npy), or a .json or .csv
+    list of images and labels.
 
     Examples:
       voxlane prepare gs://scans/kits19 gs://work/kits19
       voxlane prepare Task04_Hippocampus s3://work/hippocampus bad_cases=exclude
       voxlane prepare kits19 prepared recipe=mlperf-kits19
+      voxlane prepare gs://scans/npy prepared description.channels=[CT] 'description.labels={background: 0, kidney: 1}'
       voxlane prepare brats prepared 'description.regions={WT: [1, 2, 4], TC: [1, 4], ET: [4]}'
     """
 
@@ -67,6 +69,9 @@ class PrepareCommand(FieldsFileOptions, ConfiguredOptions):
         if result.problems:
             print(format_problems(result.problems), file=sys.stderr)
         prepared, plan = result.prepared, result.prepared.plan
+        if result.assumes_spacing:
+            note = ".npy files store no spacing: 1 x 1 x 1 mm is assumed; description.spacing=[Z,Y,X] sets another"
+            print(f"note: {note}", file=sys.stderr)
         left_out = len({problem.case for problem in result.problems if problem.fatal})
         more = f", {left_out} left out" if left_out else ""
         print(f"{prepared.description.name}: {len(prepared)} cases in {prepared.uri}{more}")
@@ -417,8 +422,8 @@ class PredictCommand(FieldsFileOptions, ConfiguredOptions):
     """Segment new scans.
 
     Segment scans with RUN's network, or with those of all its folds together, and write each mask as NIfTI in the
-    scan's own grid. A SCAN is a NIfTI file, a folder with one DICOM series, or one file per channel, separated by
-    commas.
+    scan's own grid. A SCAN is a NIfTI or .npy file, a folder with one DICOM series, or one file per channel, separated
+    by commas. The mask of a .npy file has the spacing that the dataset was prepared with (description.spacing).
 
     Examples:
       voxlane predict runs/first scan.nii.gz -o masks

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from typing import Annotated
 
@@ -12,6 +13,7 @@ from voxlane.errors import ConfigError, EmptyError
 from voxlane.settings import ARGUMENT, Flag, PathOrUri, record
 from voxlane.sizes import format_bytes
 
+_CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]")
 TEN_YEARS_MINUTES = 10 * 365 * 24 * 60
 
 
@@ -22,6 +24,9 @@ class LsCommand(StoreOptions, ProgressOptions):
     List every object whose key starts with the URI's key (a plain string prefix), in parallel and in key order. With
     --save, write the listing as a manifest (Parquet: key, size, etag, version) that MapDataset(Manifest.load(...)) and
     every rank of a job can read instead of listing again; reading an object that changed since then fails, naming it.
+
+    Every key is listed exactly as it is, except that control characters are printed as escapes (\\n). Folder markers
+    (empty objects whose keys end in a slash, as web consoles create them) are counted and left out.
 
     Examples:
       voxlane ls gs://bucket/prefix
@@ -43,6 +48,8 @@ class LsCommand(StoreOptions, ProgressOptions):
     """Number of list requests in flight."""
     generations: bool = False
     """GCS: also save each object's generation, which composed download (compose='on') needs."""
+    folder_markers: bool = False
+    """Also list folder markers: empty objects whose keys end in a slash."""
 
     def _run(self) -> None:
         from voxlane.store import Store
@@ -57,7 +64,10 @@ class LsCommand(StoreOptions, ProgressOptions):
             concurrency=self.concurrency,
             progress=self.progress,
             generations=self.generations,
+            folder_markers=self.folder_markers,
         )
+        if count := manifest.folder_markers:
+            print(f"{count:,} folder marker{'s' * (count != 1)} left out; see --folder-markers", file=sys.stderr)
         if not len(manifest):
             message = f"no object matches {' '.join(self.match)}" if self.match else "no objects under this prefix"
             raise EmptyError(message, uri=self.uri, fix="Check the prefix and the pattern")
@@ -69,9 +79,14 @@ class LsCommand(StoreOptions, ProgressOptions):
             print(f"{total} ({manifest.total_bytes:,} bytes), {bucket.counters.read().requests:,} list requests")
         elif self.long:
             for entry in manifest:
-                print(f"{entry.size:>15,}  {entry.etag or '-':<36} {manifest.root}{entry.key}")
+                print(f"{entry.size:>15,}  {entry.etag or '-':<36} {manifest.root}{_printable(entry.key)}")
         else:
-            sys.stdout.writelines(f"{manifest.root}{key}\n" for key in manifest.keys())
+            sys.stdout.writelines(f"{manifest.root}{_printable(key)}\n" for key in manifest.keys())
+
+
+def _printable(key: str) -> str:
+    """Return `key` on one line, with control characters as escapes, so that none reaches the terminal."""
+    return _CONTROL.sub(lambda match: ascii(match[0])[1:-1], key)
 
 
 @record

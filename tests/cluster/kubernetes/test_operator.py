@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from tests.cluster.kubernetes.control_plane import wait_for
 from tests.cluster.kubernetes.kubelet import Kubelet
@@ -471,3 +472,38 @@ def test_server_rejects_invalid_specs(cluster: Cluster, field: str, spec: dict[s
     manifest = {"apiVersion": API_VERSION, "kind": "StagedDataset", "metadata": {"name": "d"}, "spec": {**good, **spec}}
     with pytest.raises(ClusterError, match=f"spec.{field}"):
         cluster.create(manifest, dry_run=True)
+
+
+def test_converted_volume_is_staged(
+    cluster: Cluster,
+    operator: Operator,
+    add_node: Callable[..., None],
+    emulator: Emulator,
+    s3_emulator: Bucket,
+    put: Put,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """What `voxlane operator convert` prints for a VolumeManager is staged as it is."""
+    put(s3_emulator, OBJECTS)
+    options = {"sourceURL": f"{s3_emulator.uri}/d/", "endpointURL": emulator.url.removeprefix("http://")}
+    options["awsCredentialsSecretName"] = "aws-creds"
+    volume = {
+        "id": "vol1",
+        "replicas": 1,
+        "sourceType": "S3",
+        "capacity": "5Gi",
+        "labels": {"a": "b"},
+        "options": options,
+    }
+    metadata = {"name": "vm", "namespace": cluster.namespace}
+    manifest = {"kind": "VolumeManager", "metadata": metadata, "spec": {"volumeConfigs": [volume]}}
+    file = tmp_path / "volumes.yaml"
+    file.write_text(yaml.safe_dump(manifest))
+    assert main(["operator", "convert", str(file)]) == 0
+    secret = {"AWS_ACCESS_KEY_ID": "k", "AWS_SECRET_ACCESS_KEY": "s"}
+    cluster.create({"apiVersion": "v1", "kind": "Secret", "metadata": {"name": "aws-creds"}, "stringData": secret})
+    add_node("node-a")
+    operator.start()
+    cluster.apply(yaml.safe_load(capsys.readouterr().out))
+    assert wait_for_phase(cluster, "vm-vol1", "Ready")["objects"] == len(OBJECTS)

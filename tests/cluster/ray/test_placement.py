@@ -5,13 +5,14 @@ from __future__ import annotations
 import pickle
 import socket
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from voxlane.cluster.ray import cluster as clusters
+from voxlane.cluster.ray import elastic
 from voxlane.cluster.ray.cluster import (
     RayNode,
     add_released,
@@ -175,3 +176,29 @@ def test_wait_for_a_result_ends_when_the_head_is_lost(monkeypatch: pytest.Monkey
         clusters.wait_watching_head(Future(), address, fix="Continue with --resume")
     with pytest.raises(ZeroDivisionError):
         clusters.wait_watching_head(clusters.run_in_thread(lambda: 1 // 0), address)
+
+
+@pytest.mark.parametrize("is_written", [True, False])
+def test_attempt_that_is_interrupted_while_it_is_recorded_has_an_end(
+    monkeypatch: pytest.MonkeyPatch, is_written: bool
+) -> None:
+    class Records:
+        folder_uri, config = "file:///run", None
+        attempts: ClassVar[list[dict[str, Any]]] = []
+
+        def read_json(self, name: str) -> list[dict[str, Any]]:
+            return [dict(entry) for entry in self.attempts]
+
+        def write_json(self, name: str, entries: list[dict[str, Any]]) -> None:
+            if is_written:
+                type(self).attempts = entries
+            if entries[-1]["ended"] is None:
+                raise KeyboardInterrupt
+
+    monkeypatch.setattr(elastic, "_count_epochs", lambda run: 0)
+    monkeypatch.setattr(elastic, "_wait_for_capacity", lambda *args, **options: 1)
+    request = WorkerRequest(1, 1, 1, None, 1.0, 0.0, batch=2)
+    records: Any = Records()
+    with pytest.raises(KeyboardInterrupt):
+        elastic._run_attempts(records, "127.0.0.1:1", request, False, print, None)  # type: ignore[arg-type]
+    assert [entry["why"] for entry in records.attempts] == (["interrupted"] if is_written else [])

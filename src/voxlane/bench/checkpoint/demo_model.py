@@ -1,4 +1,5 @@
-"""The model whose state is saved: the transformer of Lightning's demos, sized by its number of layers.
+"""The model whose state is saved: the transformer of Lightning's demos, sized by its number of layers, or plain tensors
+of any number and size.
 
 Each value follows from its position alone, so any rank can fill and check its own shard, however many ranks saved it.
 """
@@ -8,7 +9,7 @@ from __future__ import annotations
 import functools
 import itertools
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import nn
@@ -19,6 +20,8 @@ _FACTOR, _PERIOD = 2654435761, 1 << 24
 _FIRST_LAYER = ".layers.0."
 _SHIFT = 40503
 """Distance between the first values of two consecutive parameters in the pool."""
+_PIECE = _VOCABULARY * _WIDTH
+"""Most values that are set or compared at once: those of the transformer's largest tensor."""
 
 
 class DemoTransformer(nn.Module):
@@ -41,21 +44,39 @@ class DemoTransformer(nn.Module):
         self.decoder = nn.Linear(_WIDTH, _VOCABULARY)
 
 
-def sharded_model(num_layers: int, device: torch.device) -> nn.Module:
-    """Return the model with its values, sharded over all ranks of the default process group (FSDP2)."""
+class PaddingTensors(nn.Module):
+    """Tensors of `num_rows` x 1000 values named as those of Dataflux's simulated benchmark."""
+
+    def __init__(self, num_rows: int, num_tensors: int) -> None:
+        super().__init__()
+        for index in range(num_tensors):
+            self.register_parameter(f"dummy_tensor_{index}", nn.Parameter(torch.empty(num_rows, 1000)))
+
+
+def sharded_model(make_model: Callable[[], nn.Module], device: torch.device) -> nn.Module:
+    """Return a model with its values, sharded over all ranks of the default process group (FSDP2)."""
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
     with torch.device("meta"):  # no rank ever holds more than its share
-        model = DemoTransformer(num_layers)
+        model = make_model()
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
-    for layer in [*model.transformer.encoder.layers, *model.transformer.decoder.layers]:
-        fully_shard(layer, mesh=mesh)
+    if isinstance(model, DemoTransformer):
+        for layer in [*model.transformer.encoder.layers, *model.transformer.decoder.layers]:
+            fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
     model.to_empty(device=device)
     restore(dict(model.named_parameters()))
     return model
+
+
+def padding_state(num_rows: int, num_tensors: int, device: torch.device) -> dict[str, torch.Tensor]:
+    """Return the state dict of all `PaddingTensors`."""
+    with torch.device(device), torch.no_grad():
+        state = PaddingTensors(num_rows, num_tensors).state_dict()
+    restore(state)
+    return state
 
 
 def full_state(num_layers: int, device: torch.device) -> dict[str, torch.Tensor]:
@@ -80,17 +101,13 @@ def full_state(num_layers: int, device: torch.device) -> dict[str, torch.Tensor]
 def restore(state: dict[str, torch.Tensor]) -> None:
     """Set all values of this rank to the model's own."""
     with torch.no_grad():
-        for local, values in _expected(state):
+        for _, local, values in _expected(state):
             local.copy_(values)
 
 
 def first_difference(state: dict[str, torch.Tensor]) -> str | None:
     """Return the first name in `state` whose values on this rank differ from the model's; None if all are equal."""
-    names = list(state)
-    for name, (local, values) in zip(names, _expected(state), strict=True):
-        if not torch.equal(local, values):
-            return name
-    return None
+    return next((name for name, local, values in _expected(state) if not torch.equal(local, values)), None)
 
 
 def scramble(state: dict[str, torch.Tensor]) -> None:
@@ -100,18 +117,20 @@ def scramble(state: dict[str, torch.Tensor]) -> None:
             _local(tensor)[0].fill_(float("nan"))
 
 
-def _expected(state: dict[str, torch.Tensor]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Yield each tensor's part on this rank with its expected values."""
-    for index, tensor in enumerate(state.values()):
+def _expected(state: dict[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
+    """Yield the name of each tensor, a piece of its part on this rank, and the expected values of that piece."""
+    for index, (name, tensor) in enumerate(state.items()):
         local, offset = _local(tensor)
-        start = (offset + index * _SHIFT) % _PERIOD
-        yield local, _pool()[start : start + local.numel()].reshape(local.shape).to(local.device)
+        for piece in torch.split(local.view(-1), _PIECE):
+            start = (offset + index * _SHIFT) % _PERIOD
+            yield name, piece, _pool()[start : start + piece.numel()].to(piece.device)
+            offset += piece.numel()
 
 
 @functools.cache
 def _pool() -> torch.Tensor:
-    """Return one period of values, continued by as many as the largest tensor has."""
-    values = torch.arange(_PERIOD + _VOCABULARY * _WIDTH) * _FACTOR
+    """Return one period of values, continued by as many as the largest piece has."""
+    values = torch.arange(_PERIOD + _PIECE) * _FACTOR
     return values.remainder_(_PERIOD).float().div_(_PERIOD)
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import os
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from posixpath import basename, dirname
 from typing import Any
@@ -17,9 +19,11 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from voxlane import uri as uris
 from voxlane.bench.checkpoint.settings import CheckpointSettings
 from voxlane.checkpoint import Checkpoint
+from voxlane.checkpoint.async_save import AsyncSaver
 from voxlane.checkpoint.distributed_reader import load_sharded
 from voxlane.checkpoint.distributed_writer import save_sharded
 from voxlane.errors import CheckpointError, MissingExtraError, VoxlaneError
+from voxlane.store import Store
 
 State = dict[str, torch.Tensor]
 _Calls = tuple[Callable[[State, str], Any], Callable[[State, str], State | None]]
@@ -35,6 +39,7 @@ class Strategy:
         self.name = name
         self._settings = settings
         self._save, self._load = _MAKE_CALLS[name](settings)
+        self._background: Callable[[State, str], Future[Any]] | None = None
 
     def location(self, uri: str) -> str:
         """Return the URI or path at which this strategy finds `uri`."""
@@ -43,6 +48,12 @@ class Strategy:
     def save(self, state: State, uri: str) -> None:
         """Save `state` to `uri`."""
         self._run("save", lambda: self._save(state, self.location(uri)))
+
+    def start_save(self, state: State, uri: str) -> Future[Any]:
+        """Copy `state` and begin to save it to `uri`; the future ends when the checkpoint is complete."""
+        if self._background is None:
+            self._background = _make_background_save(self._settings)
+        return self._background(state, self.location(uri))
 
     def load(self, state: State, uri: str) -> State:
         """Load `uri` and return the loaded state."""
@@ -67,10 +78,30 @@ def _make_voxlane(settings: CheckpointSettings) -> _Calls:
     store = settings.store
     if settings.format == "distributed":
         return lambda state, uri: save_sharded(state, uri, store), lambda state, uri: load_sharded(state, uri, store)
-    return (
-        lambda state, uri: Checkpoint(dirname(uri), store).save(state, basename(uri)),
-        lambda state, uri: Checkpoint(dirname(uri), store).load(basename(uri)),
-    )
+
+    def save(state: State, uri: str) -> None:
+        if not settings.disable_multipart:
+            Checkpoint(dirname(uri), store).save(state, basename(uri))
+            return
+        file = io.BytesIO()
+        torch.save(state, file)
+        bucket, key = Store.locate(uri, store)
+        bucket.put(key, file.getbuffer())
+
+    return save, lambda state, uri: Checkpoint(dirname(uri), store).load(basename(uri))
+
+
+def _make_background_save(settings: CheckpointSettings) -> Callable[[State, str], Future[Any]]:
+    if settings.format == "distributed":
+        return AsyncSaver(settings.store).save
+    executor = ThreadPoolExecutor(1, thread_name_prefix="voxlane-save")
+    save, _ = _make_voxlane(settings)
+
+    def start_save(state: State, uri: str) -> Future[Any]:
+        copied = {name: tensor.detach().to("cpu", copy=True) for name, tensor in state.items()}
+        return executor.submit(save, copied, uri)
+
+    return start_save
 
 
 def _make_fsspec(settings: CheckpointSettings) -> _Calls:
@@ -114,7 +145,7 @@ _MAKE_CALLS = {"voxlane": _make_voxlane, "fsspec": _make_fsspec, "filesystem": _
 
 def _fsspec_options(settings: CheckpointSettings) -> dict[str, Any]:
     """Return the arguments with which fsspec's file system reaches the same server as voxlane."""
-    scheme = uris.parse(settings.save_folder or settings.restore_uri).scheme
+    scheme = uris.parse(settings.save_folder or settings.restore).scheme
     try:
         import fsspec
 

@@ -7,12 +7,10 @@ agree, the same client and loader. So the difference between the two is the cost
 
 from __future__ import annotations
 
-import io
 import posixpath
-import re
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,17 +27,14 @@ from voxlane.store.counters import RequestCounters
 from voxlane.store.listing import Manifest
 from voxlane.volume.dataset_layouts import LAYOUTS, detect_layout
 from voxlane.volume.formats.nifti import NIFTI_SUFFIXES
+from voxlane.volume.formats.npy import NPY_SUFFIX
 from voxlane.volume.patch_stream import PatchStream
 from voxlane.volume.plan import Triple
 from voxlane.volume.scan import read_label, read_scan
 from voxlane.volume.volume_reader import ReadTiming
 
-NUMPY = ".npy"
-_PAIRS = (
-    re.compile(r"(?P<folder>.*)(?P<kind>images|labels)(?:Tr)?/(?P<name>[^/]+)\.npy$"),
-    re.compile(r"(?P<folder>(?:.*/)?)(?P<name>[^/]+)_(?P<kind>[xy])\.npy$"),
-)
-"""Names of paired arrays: folders `images` and `labels`, as in the public demo, or `_x` and `_y`, as in MLPerf."""
+_SUFFIXES = (*NIFTI_SUFFIXES, NPY_SUFFIX)
+"""Suffixes of scans that are one object."""
 
 
 @dataclass(frozen=True)
@@ -79,12 +74,10 @@ class RawDataset:
 
 
 def find_cases(manifest: Manifest, document: Any) -> RawDataset:
-    """Return the cases of a listing: pairs of .npy arrays, or a layout that `voxlane prepare` accepts. `document` is
-    the content of its dataset.json, if any. Cases without a label, or whose image is missing, are left out."""
+    """Return the cases of a listing in a layout that `voxlane prepare` accepts. `document` is the content of its
+    dataset.json, if any. Cases without a label, or whose image is missing, are left out."""
     folder = len(manifest.folder)
     rows = {key[folder:]: row for row, key in enumerate(manifest.keys())}
-    if pairs := _numpy_pairs(rows):
-        return RawDataset(manifest, tuple(sorted(pairs, key=lambda case: case.id)))
     names = [name for name in rows if not posixpath.basename(name).startswith(".")]
     draft = LAYOUTS[detect_layout(names, document, manifest.uri)](names, document, manifest.uri)
     cases = [
@@ -92,26 +85,16 @@ def find_cases(manifest: Manifest, document: Any) -> RawDataset:
         for case in draft.cases
         if case.label in rows and all(image in rows for image in case.images)
     ]
-    unsupported = [name for case in draft.cases for name in case.images if not name.lower().endswith(NIFTI_SUFFIXES)]
+    unsupported = [name for case in draft.cases for name in case.images if not name.lower().endswith(_SUFFIXES)]
     if unsupported:
         raise LayoutError(
             f"{unsupported[0]} cannot be read as one whole object",
             uri=manifest.uri,
-            fix=f"Give {', '.join((*NIFTI_SUFFIXES, NUMPY))}",
+            fix=f"Give {', '.join(_SUFFIXES)}",
         )
     if not cases:
         raise LayoutError("no case has both an image and a label", uri=manifest.uri, fix="Give scans with labels")
     return RawDataset(manifest, tuple(sorted(cases, key=lambda case: case.id)))
-
-
-def _numpy_pairs(rows: Mapping[str, int]) -> list[RawCase]:
-    images: dict[str, int] = {}
-    labels: dict[str, int] = {}
-    for name, row in rows.items():
-        if match := next(filter(None, (pattern.match(name) for pattern in _PAIRS)), None):
-            rows_of_kind = images if match["kind"] in ("images", "x") else labels
-            rows_of_kind[match["folder"] + match["name"]] = row
-    return [RawCase(name, (row,), labels[name]) for name, row in images.items() if name in labels]
 
 
 def decode_case(
@@ -121,32 +104,12 @@ def decode_case(
     then of its label."""
     image_bodies = list(zip(keys[:-1], bodies[:-1], strict=True))
     label_key, label_body = keys[-1], bodies[-1]
-    if label_key.endswith(NUMPY):
-        image = np.concatenate([_decode_npy(body, key) for key, body in image_bodies])
-        label = _decode_npy(label_body, label_key)[0].astype(np.uint8, copy=False)
-    else:
-        parts = [read_scan(key, body=body).image for key, body in image_bodies]
-        image = parts[0] if len(parts) == 1 else np.concatenate(parts)
-        label, _ = read_label(label_key, body=label_body)
+    parts = [read_scan(key, body=body).image for key, body in image_bodies]
+    image = parts[0] if len(parts) == 1 else np.concatenate(parts)
+    label, _ = read_label(label_key, body=label_body)
     if image.shape[1:] != label.shape:
         raise ScanError(f"{case.id}: the image has {image.shape[1:]} voxels and the label {label.shape}", uri=label_key)
     return image, label
-
-
-def _decode_npy(body: bytes, key: str) -> npt.NDArray[Any]:
-    """Return the array (C, Z, Y, X) of a .npy file, not copied; C is 1 if the file has three axes."""
-    file = io.BytesIO(body)
-    try:
-        version = np.lib.format.read_magic(file)
-        read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
-        shape, fortran, dtype = read(file)
-        flat = np.frombuffer(body, dtype, int(np.prod(shape)), file.tell())
-    except ValueError as error:
-        raise ScanError(f"not a complete .npy file: {error}", uri=key, fix="Copy it again from its source") from None
-    array = flat.reshape(shape, order="F" if fortran else "C")
-    if array.ndim not in (3, 4):
-        raise ScanError(f"the array has {array.ndim} axes", uri=key, fix="Give (Z, Y, X) or (C, Z, Y, X)")
-    return array if array.ndim == 4 else array[None]
 
 
 class WholeObjects(PatchStream):

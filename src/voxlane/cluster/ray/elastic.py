@@ -209,9 +209,10 @@ def _run_attempts(
         workers = _wait_for_capacity(request, patience, report_workers, is_first=previous == 0)
         if workers != previous and (previous or workers < request.workers):
             report_workers(_describe_change(previous, workers, request))
-        number = _start_attempt(run, workers)
+        number = len(_read_attempts(run))
         fit_rank = partial(_fit_rank, run.folder_uri, run.config, resume, number, request, workers)
         try:
+            _start_attempt(run, workers)  # in the try block, because a signal may come as soon as it is written
             nodes, cpus, gpus = request.count_nodes(workers), request.cpus, request.gpus
             report, can_grow = run_on_ranks(fit_rank, workers=workers, nodes=nodes, cpus=cpus, gpus=gpus)
         except LostError as error:
@@ -344,20 +345,20 @@ def _read_attempts(run: Run) -> list[dict[str, Any]]:
     return run.read_json(WORKERS_FILE) or []
 
 
-def _start_attempt(run: Run, workers: int) -> int:
-    """Add a new attempt; return its number, from 0."""
+def _start_attempt(run: Run, workers: int) -> None:
+    """Add a new attempt. Its number is the number of attempts before it."""
     attempts = _read_attempts(run)
     if attempts and attempts[-1]["ended"] is None:
         attempts[-1].update(ended=_now(), why="its driver was lost")
     attempts.append({"began": _now(), "workers": workers, "ranks": [], "ended": None, "why": None})
     run.write_json(WORKERS_FILE, attempts)
-    return len(attempts) - 1
 
 
 def _update_attempt(run: Run, number: int, **values: Any) -> None:
     attempts = _read_attempts(run)
-    attempts[number].update(values)
-    run.write_json(WORKERS_FILE, attempts)
+    if number < len(attempts):  # a signal may come before it is written
+        attempts[number].update(values)
+        run.write_json(WORKERS_FILE, attempts)
 
 
 def _end_attempt(run: Run, number: int, cause: str) -> None:

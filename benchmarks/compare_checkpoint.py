@@ -74,10 +74,12 @@ def main() -> None:
         for case in cases:
             if arguments.megabytes and case.size_bytes // MB not in arguments.megabytes:
                 continue
+            if arguments.latency_ms and round(case.latency_s * 1000) not in arguments.latency_ms:
+                continue
             with serving(service, case.latency_s) as server:
                 tuning = _tune(service, server, case)
                 tunings += tuning.values()
-                samples += _race(service, server, case, tuning)
+                samples += _race(service, server, case, tuning, arguments.contender)
     sharded: list[dict[str, Any]] = []
     held_up: list[dict[str, Any]] = []
     if not arguments.single_only:
@@ -140,11 +142,14 @@ def _tune(service: str, server: servers.Server, case: Case) -> dict[str, dict[st
     return best
 
 
-def _race(service: str, server: servers.Server, case: Case, tuning: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
-    """Measure all contenders on one case, in turns. Each loads the checkpoint that it has just saved."""
+def _race(
+    service: str, server: servers.Server, case: Case, tuning: dict[str, dict[str, Any]], only: list[str] | None
+) -> list[dict[str, Any]]:
+    """Measure all contenders, or `only` some, on one case, in turns. Each loads the checkpoint that it has just
+    saved."""
     samples: list[dict[str, Any]] = []
     skipped: set[str] = set()
-    for turn, contender in isolated_runs.interleaved(SERVICES[service], case.rounds):
+    for turn, contender in isolated_runs.interleaved([c for c in SERVICES[service] if c in (only or [c])], case.rounds):
         if contender in skipped:
             continue
         for operation in ("save", "load"):
@@ -263,6 +268,8 @@ def _arguments() -> argparse.Namespace:
         "--service", action="append", choices=list(SERVICES), help="measure only this service (repeatable)"
     )
     parser.add_argument("--megabytes", action="append", type=int, help="measure only cases of this size (repeatable)")
+    parser.add_argument("--latency-ms", action="append", type=int, help="measure only cases with this (repeatable)")
+    parser.add_argument("--contender", action="append", help="measure only this contender (repeatable)")
     parser.add_argument("--single-only", action="store_true", help="skip the measurements on several ranks")
     parser.add_argument("--out", type=Path, default=isolated_runs.RESULTS / "checkpoint.json")
     return parser.parse_args()

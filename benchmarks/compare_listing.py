@@ -1,15 +1,20 @@
 """Compare listing 10 thousand to a million keys with the cloud vendors' clients and Dataflux.
 
 `python benchmarks/compare_listing.py [--quick]` writes results/listing.json. Every request is delayed by 20 ms: on GCS
-by our emulator, on S3 (the smallest case only) by Envoy in front of SeaweedFS.
+by our emulator, on S3 (the smallest case only) by Envoy in front of SeaweedFS. One more case delays every request of
+ours by 100 ms, so that neither the client nor the server is the limit.
+
+The server is a process of its own on the same cores. Its processor time is recorded with every sample: `server_busy`
+is the part of the time in which it was busy: near 1, the server is the limit.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +31,9 @@ FULL = {10_000: 5, 100_000: 3, 1_000_000: 2}
 """Number of rounds by number of keys; a round of the largest case takes minutes."""
 QUICK = {10_000: 2, 100_000: 1}
 S3_KEYS = 10_000
+DISTANT_LATENCY_S, DISTANT_KEYS, DISTANT_ROUNDS = 0.1, 100_000, 2
+"""The case in which only the number of requests in flight matters."""
+OUR_LISTINGS = ("voxlane", "voxlane sequential")
 SERVICES = {
     "gcs": ("voxlane", "voxlane sequential", "voxlane dataset", "google-cloud-storage", "dataflux"),
     "s3": ("voxlane", "voxlane sequential", "boto3"),
@@ -111,36 +119,61 @@ CONTENDERS: dict[str, Callable[[str, str], Callable[[], int]]] = {
 def main() -> None:
     """Measure all cases and write the result file."""
     arguments = _arguments()
-    plan = QUICK if arguments.quick else FULL
+    plan = {k: n for k, n in (QUICK if arguments.quick else FULL).items() if k in (arguments.keys or [k])}
+    services = {
+        service: [name for name in names if name in (arguments.contender or [name])]
+        for service, names in SERVICES.items()
+        if service in (arguments.service or [service])
+    }
     facts = isolated_runs.facts(LIBRARIES)
     samples: list[dict[str, Any]] = []
-    with servers.emulator(latency_s=LATENCY_S) as server:
-        assert server.emulator is not None
-        server.emulator.create_bucket(BUCKET)
-        for keys, rounds in plan.items():
-            server.emulator.fill(BUCKET, keys, key=f"{keys}/img-{{:08d}}.bin", size_bytes=OBJECT_BYTES)
-            samples += _race("gcs", "gs", server, keys, rounds)
-    with servers.seaweedfs(BUCKET) as origin:
-        _upload(origin.url)
-        with servers.envoy(origin, latency_s=LATENCY_S) as server:
-            samples += _race("s3", "s3", server, S3_KEYS, plan[S3_KEYS])
+    distant: list[dict[str, Any]] = []
+    if contenders := services.get("gcs"):
+        with _serve_keys(LATENCY_S, plan) as server:
+            for keys, rounds in plan.items():
+                samples += _race("gcs", server, keys, rounds, contenders)
+        with _serve_keys(DISTANT_LATENCY_S, [DISTANT_KEYS]) as server:
+            our_contenders = [name for name in contenders if name in OUR_LISTINGS]
+            if DISTANT_KEYS in plan and our_contenders:
+                distant = _race("gcs", server, DISTANT_KEYS, 1 if arguments.quick else DISTANT_ROUNDS, our_contenders)
+    if (contenders := services.get("s3")) and S3_KEYS in plan:
+        with servers.seaweedfs(BUCKET) as origin:
+            _upload(origin.url)
+            with servers.envoy(origin, latency_s=LATENCY_S) as server:
+                samples += _race("s3", server, S3_KEYS, plan[S3_KEYS], contenders)
     settings = {
         "latency_s": LATENCY_S,
         "rounds": plan,
         "quick": arguments.quick,
         "object_bytes": OBJECT_BYTES,
         "concurrency": 32,
+        "distant_latency_s": DISTANT_LATENCY_S,
         "dataflux_processes": os.cpu_count(),
         "servers": {"s3": "SeaweedFS behind envoy's fault filter", "gcs": "voxlane.testing.Emulator"},
     }
-    isolated_runs.save(arguments.out, {**facts, "settings": settings, "summary": summary(samples), "samples": samples})
-    if failed := [s for s in samples if s["contender"].startswith("voxlane") and "error" in s]:
+    document = {"settings": settings, "summary": summary(samples), "distant_summary": summary(distant)}
+    isolated_runs.save(arguments.out, {**facts, **document, "samples": samples, "distant_samples": distant})
+    if failed := [s for s in [*samples, *distant] if s["contender"].startswith("voxlane") and "error" in s]:
         sys.exit(f"{len(failed)} of our own listings failed; first: {failed[0]['error']}")
 
 
-def _race(service: str, scheme: str, server: servers.Server, keys: int, rounds: int) -> list[dict[str, Any]]:
+@contextlib.contextmanager
+def _serve_keys(latency_s: float, counts: Iterable[int]) -> Iterator[servers.Server]:
+    """Run our emulator with that many objects below a prefix for each count."""
+    with servers.emulator(latency_s=latency_s) as server:
+        assert server.emulator is not None
+        server.emulator.create_bucket(BUCKET)
+        for keys in counts:
+            server.emulator.fill(BUCKET, keys, key=f"{keys}/img-{{:08d}}.bin", size_bytes=OBJECT_BYTES)
+        yield server
+
+
+def _race(
+    service: str, server: servers.Server, keys: int, rounds: int, contenders: Sequence[str]
+) -> list[dict[str, Any]]:
+    scheme = {"gcs": "gs", "s3": "s3"}[service]
     samples: list[dict[str, Any]] = []
-    for turn, contender in isolated_runs.interleaved(SERVICES[service], rounds):
+    for turn, contender in isolated_runs.interleaved(contenders, rounds):
         if any(s["contender"] == contender and "error" in s for s in samples):
             continue  # a failed contender is not measured again
         work = {"contender": contender, "scheme": scheme, "endpoint": server.url, "prefix": f"{keys}/", "keys": keys}
@@ -169,8 +202,20 @@ def summary(samples: list[dict[str, Any]]) -> list[dict[str, Any]]:
         for name in ("total_s", "client_cpu_s", "server_cpu_s", "peak_rss_bytes"):
             row[name] = summarize([s[name] for s in group])
         row["requests"] = summarize([sum(s["server_requests"].values()) for s in group])
+        row["server_busy"] = row["server_cpu_s"]["median"] / row["total_s"]["median"]
         rows.append(row)
+    for row in rows:
+        reference = find_sequential(rows, row)
+        if reference is not None and "error" not in row:
+            row["of_sequential"] = reference["total_s"]["median"] / row["total_s"]["median"]
     return rows
+
+
+def find_sequential(rows: list[dict[str, Any]], row: dict[str, Any]) -> dict[str, Any] | None:
+    """Return our sequential listing of the same keys, or None if it failed or was not measured."""
+    place = (row["service"], row["keys"], "voxlane sequential")
+    matching = [r for r in rows if (r["service"], r["keys"], r["contender"]) == place and "error" not in r]
+    return matching[0] if matching else None
 
 
 def _upload(endpoint: str) -> None:
@@ -192,6 +237,11 @@ def _upload(endpoint: str) -> None:
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="list at most 100 thousand keys: about a minute")
+    parser.add_argument("--service", action="append", choices=list(SERVICES), help="measure only this one (repeatable)")
+    parser.add_argument("--keys", action="append", type=int, help="list only this number of keys (repeatable)")
+    parser.add_argument(
+        "--contender", action="append", choices=list(CONTENDERS), help="measure only this contender (repeatable)"
+    )
     parser.add_argument("--out", type=Path, default=isolated_runs.RESULTS / "listing.json")
     return parser.parse_args()
 

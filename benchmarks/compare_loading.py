@@ -1,17 +1,19 @@
 """Compare epochs over a bucket with the cloud vendors' clients and other connectors.
 
 `python benchmarks/compare_loading.py [--quick]` writes results/loading.json. SeaweedFS behind Envoy serves S3, our
-emulator GCS; both delay every request by 20 ms. The measured time starts with the iteration, includes starting the
-workers, and ends with the last batch. Listing is done before.
+emulator GCS; both delay every request by 0 or 20 ms. The measured time starts with the iteration, includes starting the
+workers, and ends with the last batch. Listing is done before. `--service`, `--latency-ms`, `--case`, `--style` and
+`--contender` measure a part of the table, for example `--service gcs --latency-ms 0 --case 3MiB --contender voxlane`.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import math
 import sys
-from collections.abc import Iterator
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,15 +21,17 @@ from typing import Any
 import isolated_runs
 import servers
 from loading_contenders import key_name, run_epoch
+from markdown_tables import size_name
 from voxlane.bench.report import summarize
 
 KIB, MIB = 1 << 10, 1 << 20
-LATENCY_S = 0.02
+LATENCIES_MS = (0, 20)
 NUM_WORKERS = 2
+ROUNDS = 5
 LIMIT_S = 180.0
-SLOW_S, SLOW_ROUNDS = 8.0, 2
-"""A contender whose epochs take longer than SLOW_S runs SLOW_ROUNDS rounds, because its times hardly vary. This leaves
-time for enough objects that starting the workers is a small part of the fast contenders' epochs."""
+SLOW_RATIO, SLOW_ROUNDS = 3.0, 2
+"""A contender whose epochs all take longer than SLOW_RATIO times the fastest epoch of its cell runs SLOW_ROUNDS rounds.
+This leaves time for enough objects that starting the workers is a small part of the fast contenders' epochs."""
 STYLES = ("map", "iterable")
 SERVICES = {
     "s3": ("voxlane", "boto3", "s3torchconnector", "s3fs"),
@@ -51,28 +55,36 @@ class Case:
         """Return the prefix of the objects."""
         return f"{self.size_bytes}/"
 
+    @property
+    def name(self) -> str:
+        """Return the name of the case on the command line: the size of its objects."""
+        return size_name(self.size_bytes).replace(" ", "")
+
 
 FULL = (Case(100 * KIB, 1500, 32), Case(500 * KIB, 360, 32), Case(3 * MIB, 96, 8), Case(150 * MIB, 4, 1))
 QUICK = (Case(100 * KIB, 128, 32), Case(3 * MIB, 16, 8), Case(150 * MIB, 2, 1))
 
 
 def main() -> None:
-    """Measure all cases and write the result file."""
+    """Measure the chosen cells of the table and write the result file."""
     arguments = _arguments()
-    cases = QUICK if arguments.quick else FULL
-    rounds = arguments.rounds or (1 if arguments.quick else 3)
+    cases = tuple(c for c in (QUICK if arguments.quick else FULL) if not arguments.case or c.name in arguments.case)
+    rounds = arguments.rounds or (1 if arguments.quick else ROUNDS)
+    styles = arguments.style or STYLES
     facts = isolated_runs.facts(LIBRARIES)
     samples: list[dict[str, Any]] = []
-    for service in arguments.service or list(SERVICES):
-        with serving(service, cases) as server:
-            for case in cases:
-                for style in STYLES:
-                    samples += _race(service, server, case, style, rounds)
+    for service in arguments.service or SERVICES:
+        contenders = [c for c in SERVICES[service] if not arguments.contender or c in arguments.contender]
+        with contextlib.closing(serving(service, cases, arguments.latency_ms or LATENCIES_MS)) as filled_servers:
+            for latency_ms, server in filled_servers:
+                for case, style in itertools.product(cases, styles):
+                    cell = {"service": service, "latency_s": latency_ms / 1000, "style": style}
+                    samples += _race(cell, server, case, contenders, rounds)
     settings = {
-        "latency_s": LATENCY_S,
+        "latencies_s": [latency_ms / 1000 for latency_ms in arguments.latency_ms or LATENCIES_MS],
         "num_workers": NUM_WORKERS,
         "rounds": rounds,
-        "rounds_when_slow": {"slow_s": SLOW_S, "rounds": SLOW_ROUNDS},
+        "rounds_when_slow": {"slow_ratio": SLOW_RATIO, "rounds": SLOW_ROUNDS},
         "quick": arguments.quick,
         "cases": [{"size_bytes": c.size_bytes, "count": c.count, "batch_size": c.batch_size} for c in cases],
         "servers": {"s3": "SeaweedFS behind envoy's fault filter", "gcs": "voxlane.testing.Emulator"},
@@ -83,21 +95,19 @@ def main() -> None:
         sys.exit(f"{len(failed)} of our own epochs failed; first: {failed[0]['error']}")
 
 
-def _race(service: str, server: servers.Server, case: Case, style: str, rounds: int) -> list[dict[str, Any]]:
-    """Measure all contenders on one case, in turns."""
+def _race(
+    cell: dict[str, Any], server: servers.Server, case: Case, contenders: Sequence[str], rounds: int
+) -> list[dict[str, Any]]:
+    """Measure the contenders on one cell of the table, in turns."""
     samples: list[dict[str, Any]] = []
-    for turn, contender in isolated_runs.interleaved(SERVICES[service], rounds):
-        place = {"service": service, "size_bytes": case.size_bytes, "style": style, "contender": contender}
-        before = [s for s in samples if s["contender"] == contender]
-        if any("error" in s for s in before):
-            continue  # a failed contender is not measured again
-        if len(before) >= SLOW_ROUNDS and all(s["total_s"] > SLOW_S for s in before):
+    for turn, contender in isolated_runs.interleaved(contenders, rounds):
+        if _is_decided(contender, samples):
             continue
         epoch = {
             "contender": contender,
-            "style": style,
+            "style": cell["style"],
             "endpoint": server.url,
-            "bucket": BUCKETS[service],
+            "bucket": BUCKETS[cell["service"]],
             "prefix": case.prefix,
             "count": case.count,
             "size_bytes": case.size_bytes,
@@ -106,25 +116,38 @@ def _race(service: str, server: servers.Server, case: Case, style: str, rounds: 
             "options": {},
         }
         sample = isolated_runs.measure(run_epoch, epoch, server, limit_s=LIMIT_S)
-        samples.append({**place, "round": turn, **sample})
+        samples.append({**cell, "size_bytes": case.size_bytes, "contender": contender, "round": turn, **sample})
         result_text = sample.get("error") or (
             f"{sample['total_s']:.2f} s, {case.count / sample['total_s']:,.0f} objects/s, "
-            f"{sample['bytes'] / sample['total_s'] / 1e6:,.0f} MB/s, peak {sample['peak_rss_bytes'] >> 20} MiB, "
+            f"{sample['bytes'] / sample['total_s'] / 1e6:,.0f} MB/s, first batch {sample['first_batch_s']:.2f} s, "
+            f"peak {sample['peak_rss_bytes'] >> 20} MiB, "
             f"cpu {sample['client_cpu_s']:.2f}+{sample['server_cpu_s']:.2f} s"
         )
-        print(f"{service} {case.size_bytes // KIB} KiB {style} {contender}: {result_text}", flush=True)
+        place = f"{cell['service']} {cell['latency_s'] * 1000:.0f} ms {case.name} {cell['style']}"
+        print(f"{place} {contender}: {result_text}", flush=True)
     return samples
 
 
+def _is_decided(contender: str, samples: list[dict[str, Any]]) -> bool:
+    """Return whether a contender of a cell needs no further round: it failed, or it is slow."""
+    mine = [s for s in samples if s["contender"] == contender]
+    if any("error" in s for s in mine):
+        return True
+    fastest_s = min((s["total_s"] for s in samples if "error" not in s), default=0.0)
+    return len(mine) >= SLOW_ROUNDS and all(s["total_s"] > SLOW_RATIO * fastest_s for s in mine)
+
+
+_CELL = ("service", "latency_s", "size_bytes", "style", "contender")
+
+
 def summary(samples: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the median and spread of each contender in each case."""
+    """Return the median and spread of each contender in each cell."""
     groups: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
     for sample in samples:
-        place = tuple(sample[k] for k in ("service", "size_bytes", "style", "contender"))
-        groups.setdefault(place, []).append(sample)
+        groups.setdefault(tuple(sample[name] for name in _CELL), []).append(sample)
     rows: list[dict[str, Any]] = []
-    for (service, size_bytes, style, contender), group in groups.items():
-        row: dict[str, Any] = {"service": service, "size_bytes": size_bytes, "style": style, "contender": contender}
+    for place, group in groups.items():
+        row: dict[str, Any] = dict(zip(_CELL, place, strict=True))
         if errors := [s["error"] for s in group if "error" in s]:
             rows.append({**row, "error": errors[0]})
             continue
@@ -137,25 +160,27 @@ def summary(samples: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return rows
 
 
-@contextlib.contextmanager
-def serving(service: str, cases: tuple[Case, ...]) -> Iterator[servers.Server]:
-    """Start the server of one service and fill it."""
+def serving(service: str, cases: Sequence[Case], latencies_ms: Sequence[int]) -> Generator[tuple[int, servers.Server]]:
+    """Yield each latency in milliseconds with a filled server that has it. The server stops with the next step."""
     bucket = BUCKETS[service]
     if service == "gcs":
-        with servers.emulator(latency_s=LATENCY_S) as server:
-            assert server.emulator is not None
-            server.emulator.create_bucket(bucket)
-            for case in cases:
-                server.emulator.fill(bucket, case.count, key=case.prefix + "img-{:08d}.bin", size_bytes=case.size_bytes)
-            yield server
+        for latency_ms in latencies_ms:
+            with servers.emulator(latency_s=latency_ms / 1000) as server:
+                assert server.emulator is not None
+                server.emulator.create_bucket(bucket)
+                for case in cases:
+                    key = case.prefix + "img-{:08d}.bin"
+                    server.emulator.fill(bucket, case.count, key=key, size_bytes=case.size_bytes)
+                yield latency_ms, server
         return
     with servers.seaweedfs(bucket) as origin:
         _upload(origin.url, bucket, cases)
-        with servers.envoy(origin, latency_s=LATENCY_S) as server:
-            yield server
+        for latency_ms in latencies_ms:
+            with servers.envoy(origin, latency_s=latency_ms / 1000) as server:
+                yield latency_ms, server
 
 
-def _upload(endpoint: str, bucket: str, cases: tuple[Case, ...]) -> None:
+def _upload(endpoint: str, bucket: str, cases: Sequence[Case]) -> None:
     """Upload incompressible objects directly to the server, without latency."""
     from voxlane import Store, StoreConfig
     from voxlane.testing import synthetic
@@ -180,9 +205,21 @@ def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="read few objects in one round: about a minute")
     parser.add_argument("--rounds", type=int, help="number of epochs of each contender in each case")
-    parser.add_argument(
-        "--service", action="append", choices=list(SERVICES), help="measure only this service (repeatable)"
-    )
+    choices: dict[str, Sequence[Any]] = {
+        "service": list(SERVICES),
+        "latency-ms": LATENCIES_MS,
+        "case": list(dict.fromkeys(c.name for c in (*FULL, *QUICK))),
+        "style": STYLES,
+        "contender": list(dict.fromkeys(c for names in SERVICES.values() for c in names)),
+    }
+    for name, values in choices.items():
+        parser.add_argument(
+            f"--{name}",
+            action="append",
+            type=type(values[0]),
+            choices=values,
+            help=f"measure only this {name.partition('-')[0]} (repeatable)",
+        )
     parser.add_argument("--out", type=Path, default=isolated_runs.RESULTS / "loading.json")
     return parser.parse_args()
 

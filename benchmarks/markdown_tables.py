@@ -64,22 +64,24 @@ def _loading(document: dict[str, Any]) -> str:
         f"{c['count']} x {size_name(c['size_bytes'])} in batches of {c['batch_size']}" for c in settings["cases"]
     )
     text = _head("Loading", "loading", document) + (
-        f"\nAn epoch is {cases}. Every contender uses {settings['num_workers']} DataLoader workers, with "
-        f"{settings['latency_s'] * 1000:.0f} ms added to every request. Figures are the median (minimum to maximum) of "
-        f"{settings['rounds']} interleaved rounds, each epoch in a fresh process. Time runs from the start of "
-        "iteration, so it includes starting the workers. Samples are uint8 tensors, stacked into batches. fsspec "
+        f"\nAn epoch is {cases}. Every contender uses {settings['num_workers']} DataLoader workers. Figures are the "
+        f"median (minimum to maximum) of {settings['rounds']} interleaved rounds, each epoch in a fresh process; "
+        f"much slower contenders run {settings['rounds_when_slow']['rounds']} rounds. "
+        "Time runs from the start of iteration, so it includes "
+        "starting the workers. Samples are uint8 tensors, stacked into batches. fsspec "
         "(s3fs, gcsfs) fetches each batch with one concurrent `cat`; boto3 and google-cloud-storage get one object per "
         "sample. Memory is the sum of the resident memory of the client's processes, so shared memory counts more than "
         "once.\n"
     )
-    for service in dict.fromkeys(r["service"] for r in document["summary"]):
-        for style in ("map", "iterable"):
-            rows = [r for r in document["summary"] if (r["service"], r["style"]) == (service, style)]
-            our_rows = {r["size_bytes"]: r for r in rows if r["contender"] == "voxlane"}
-            text += f"\n### {SERVICE_NAMES[service]}, {style}-style\n\n"
-            header = ["size", "contender", "seconds", "objects/s", "MB/s", "ours is faster by", "first batch, s"]
-            header += ["peak memory, MiB", "CPU, s: client / server", "requests"]
-            text += table(header, [_loading_row(r, our_rows[r["size_bytes"]]) for r in rows])
+    places: dict[tuple[str, float, str], list[dict[str, Any]]] = {}
+    for row in document["summary"]:
+        places.setdefault((row["service"], row["latency_s"], row["style"]), []).append(row)
+    for (service, latency_s, style), rows in places.items():
+        our_rows = {r["size_bytes"]: r for r in rows if r["contender"] == "voxlane"}
+        text += f"\n### {SERVICE_NAMES[service]}, {latency_s * 1000:.0f} ms added to every request, {style}-style\n\n"
+        header = ["size", "contender", "seconds", "objects/s", "MB/s", "ours is faster by", "first batch, s"]
+        header += ["peak memory, MiB", "CPU, s: client / server", "requests"]
+        text += table(header, [_loading_row(r, our_rows[r["size_bytes"]]) for r in rows])
     return text
 
 
@@ -112,7 +114,12 @@ def _listing(document: dict[str, Any]) -> str:
     our_rows = {(r["service"], r["keys"]): r for r in rows if r["contender"] == "voxlane"}
     header = ["server", "keys", "contender", "seconds", "ours is faster by", "requests", "peak memory, MiB"]
     header += ["CPU, s: client / server"]
-    return text + table(header, [_listing_row(r, our_rows[r["service"], r["keys"]]) for r in rows])
+    text += table(header, [_listing_row(r, our_rows[r["service"], r["keys"]]) for r in rows])
+    distant = document.get("distant_summary", [])
+    if our_row := next((r for r in distant if r["contender"] == "voxlane"), None):
+        text += f"\nWith {settings['distant_latency_s'] * 1000:.0f} ms added to every request:\n\n"
+        text += table(header, [_listing_row(r, our_row) for r in distant])
+    return text
 
 
 def _listing_row(row: dict[str, Any], our_row: dict[str, Any]) -> list[str]:

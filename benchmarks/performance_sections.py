@@ -176,26 +176,24 @@ def _first_batch(results: Results, document: Document) -> str:
 def _loading(_: Results, document: Document) -> str:
     setting = document["settings"]
     text = (
-        f"Every contender loads one epoch of whole objects with {setting['num_workers']} workers, with "
-        f"{setting['latency_s'] * 1000:.0f} ms added to every request, in {setting['rounds']} interleaved rounds. The "
-        "last two columns show how many times longer the peers took.\n\n"
+        f"Every contender loads one epoch of whole objects with {setting['num_workers']} workers, with a latency of "
+        f"{sentence([f'{s * 1000:.0f} ms' for s in setting['latencies_s']])} added to every request, in "
+        f"{setting['rounds']} interleaved rounds. The last two columns show how many times longer the peers took.\n\n"
     )
     rows = []
-    for service in dict.fromkeys(r["service"] for r in document["summary"]):
-        for style in ("map", "iterable"):
-            for size in sorted({r["size_bytes"] for r in document["summary"]}):
-                same_case_rows = rows_of(document, service=service, style=style, size_bytes=size)
-                our_row = next((r for r in same_case_rows if r["contender"] == "voxlane"), None)
-                others = sorted(
-                    (r for r in same_case_rows if r is not our_row), key=lambda r: float(r["total_s"]["median"])
-                )
-                if our_row is None or not others:
-                    continue
-                slower = [f"{r['contender']} {times(faster(our_row['total_s'], r['total_s']))}" for r in others]
-                rate = f"{our_row['bytes_per_s']['median'] / 1e6:,.0f}"
-                place = [SERVICE_NAMES[service], style, size_name(size), spread(our_row["total_s"]), rate]
-                rows.append([*place, slower[0], "; ".join(slower[1:])])
-    header = ("server", "style", "objects", "ours, s", "ours, MB/s", "the fastest peer", "others")
+    names = ("service", "latency_s", "style", "size_bytes")
+    for cell in dict.fromkeys(tuple(row[name] for name in names) for row in document["summary"]):
+        same_cell_rows = rows_of(document, **dict(zip(names, cell, strict=True)))
+        our_row = next((r for r in same_cell_rows if r["contender"] == "voxlane"), None)
+        others = sorted((r for r in same_cell_rows if r is not our_row), key=lambda r: float(r["total_s"]["median"]))
+        if our_row is None or not others:
+            continue
+        service, latency_s, style, size_bytes = cell
+        slower = [f"{r['contender']} {times(faster(our_row['total_s'], r['total_s']))}" for r in others]
+        rate = f"{our_row['bytes_per_s']['median'] / 1e6:,.0f}"
+        place = [SERVICE_NAMES[service], f"{latency_s * 1000:.0f} ms", style, size_name(size_bytes)]
+        rows.append([*place, spread(our_row["total_s"]), rate, slower[0], "; ".join(slower[1:])])
+    header = ("server", "latency", "style", "objects", "ours, s", "ours, MB/s", "the fastest peer", "others")
     return text + table(header, rows) + "\n" + ALL_FIGURES
 
 
@@ -209,16 +207,31 @@ def _listing(_: Results, document: Document) -> str:
             f"{r['contender']} {spread(r['total_s'])}, {times(faster(our_row['total_s'], r['total_s']))}"
             for r in others
         ]
-        rows.append(
-            [SERVICE_NAMES[our_row["service"]], f"{our_row['keys']:,}", spread(our_row["total_s"]), "; ".join(parts)]
-        )
+        sequential = [r for r in same_case_rows if r["contender"] == "voxlane sequential" and "error" not in r]
+        place = [SERVICE_NAMES[our_row["service"]], f"{our_row['keys']:,}", spread(our_row["total_s"])]
+        ratio = times(faster(our_row["total_s"], sequential[0]["total_s"])) if sequential else ""
+        rows.append([*place, ratio, "; ".join(parts)])
+    header = ("server", "keys", "ours, s", "sequentially", "peers, s, and how many times longer they took")
     return (
         f"Every contender reads all keys into memory, with {setting['latency_s'] * 1000:.0f} ms added to every "
-        f"request. Ours has up to {setting['concurrency']} requests in flight.\n\n"
-        + table(("server", "keys", "ours, s", "peers, s, and how many times longer they took"), rows)
+        f"request. Ours has up to {setting['concurrency']} requests in flight; `sequentially` is how many times longer "
+        "the same client takes with one request at a time.\n\n"
+        + table(header, rows)
+        + _distant_listing(document)
         + "\n"
         + ALL_FIGURES
     )
+
+
+def _distant_listing(document: Document) -> str:
+    ratios = [
+        f"{row['keys']:,} keys in {spread(row['total_s'])} s, {row['of_sequential']:.1f} times as fast as sequentially"
+        for row in document.get("distant_summary", [])
+        if row["contender"] == "voxlane" and "of_sequential" in row
+    ]
+    if not ratios:
+        return ""
+    return f"\nWith {document['settings']['distant_latency_s'] * 1000:.0f} ms added: {'; '.join(ratios)}.\n"
 
 
 def _compose(_: Results, document: Document) -> str:
@@ -426,6 +439,38 @@ def _windows(_: Results, document: Document) -> str:
     )
 
 
+def _async_save(_: Results, document: Document) -> str:
+    sections = [("in turns", document["summary"])]
+    if "alone" in document:
+        sections.append(("alone", document["alone"]["summary"]))
+    rows = [
+        [f"{row['contender']}, {kind}", f"failed: {row['error']}", "", "", ""]
+        if "error" in row
+        else [
+            f"{row['contender']}, {kind}",
+            *(_milliseconds(row[name]) for name in ("call_s", "worst_step_s", "total_s")),
+            f"{1e3 * row['first_worst_step_s']:,.0f}",
+        ]
+        for kind, summary in sections
+        for row in summary
+    ]
+    setting = document["settings"]
+    return (
+        f"This saves {setting['state_bytes'] / 1e9:.2f} GB of weights and optimizer state from the GPU to a folder in "
+        "memory while training goes on. The second column is the time until the call returns. The third is the longest "
+        "delay of a single step, including the call; the fourth adds up the delays of all steps until the save is "
+        "complete. The last column is the third one for the first save, which also allocates memory. Every checkpoint "
+        "was loaded again and compared with the state at the time of the call. With overlapped staging, the optimizer "
+        'waits for torch before it changes the weights. "In turns" means that the contenders took turns in one '
+        'process; "alone" is a second run.\n\n'
+        + table(("saved by", "call, ms", "longest delay of a step, ms", "delay in all, ms", "first save, ms"), rows)
+    )
+
+
+def _milliseconds(figures: dict[str, float]) -> str:
+    return spread({name: 1e3 * value for name, value in figures.items()}, 1)
+
+
 def _loss(row: dict[str, Any]) -> str:
     return (
         f"{row['first_loss']:.3f}, {row['last_loss']:.3f}"
@@ -484,6 +529,7 @@ SECTIONS: tuple[Section, ...] = (
     _section("Listing", "listing", _listing),
     _section("Composed download", "compose", _compose),
     _section("Checkpoints", "checkpoint", _checkpoints),
+    _section("Saving in the background of training on a GPU", "async_save", _async_save),
     _section("Patch readers", "patch_readers", _patch_readers),
     _section("Staging", "staging", _staging),
     _section("Scaling", "scaling", _scaling),

@@ -102,24 +102,24 @@ def _elsewhere() -> dict[str, Callable[[dict[str, Any], Path], None]]:
 
 
 def draw_loading(document: dict[str, Any]) -> Figure:
-    """Bytes per second by object size, a panel for each service and style."""
+    """Bytes per second by object size, a panel for each service, latency and style."""
     rows = [r for r in document["summary"] if "error" not in r]
-    services = list(dict.fromkeys(r["service"] for r in rows))
+    places = list(dict.fromkeys((r["service"], r["latency_s"]) for r in rows))
     figure, panels = plt.subplots(
-        len(services), 2, figsize=(12, 4.2 * len(services) + 0.6), sharey=True, squeeze=False, layout="constrained"
+        len(places), 2, figsize=(12, 4.2 * len(places) + 0.6), sharey=True, squeeze=False, layout="constrained"
     )
     figure.get_layout_engine().set(rect=(0, 0.03, 1, 0.97))
-    for line, service in zip(panels, services, strict=True):
+    for line, (service, latency_s) in zip(panels, places, strict=True):
         for axes, style in zip(line, ("map", "iterable"), strict=True):
-            _bars(axes, [r for r in rows if (r["service"], r["style"]) == (service, style)])
-            axes.set_title(f"{SERVICE_NAMES[service]}, {style}-style")
+            cell = (service, latency_s, style)
+            _bars(axes, [r for r in rows if (r["service"], r["latency_s"], r["style"]) == cell])
+            axes.set_title(f"{SERVICE_NAMES[service]}, {latency_s * 1000:.0f} ms per request, {style}-style")
     for line in panels:
         line[0].set_ylabel("MB/s (log scale)")
         line[0].legend(fontsize=8, loc="upper left")
     settings = document["settings"]
     figure.suptitle(
-        f"One epoch, {settings['latency_s'] * 1000:.0f} ms added to every request, {settings['num_workers']} workers "
-        f"(median of {settings['rounds']}, bars: minimum to maximum)"
+        f"One epoch, {settings['num_workers']} workers (median of {settings['rounds']}, bars: minimum to maximum)"
     )
     return figure
 

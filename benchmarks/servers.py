@@ -136,7 +136,7 @@ def _remove_sockets(ports: Iterable[int]) -> None:
 
 @contextlib.contextmanager
 def envoy(upstream: Server, *, latency_s: float) -> Iterator[Server]:
-    """Run Envoy in front of `upstream`; its fault filter delays every request by `latency_s`.
+    """Run Envoy in front of `upstream`; its fault filter delays every request by `latency_s`, if that is not zero.
 
     Envoy binds port 0 and reports the ports that it was given: that of its admin interface in a file, that of the
     listener through the admin interface.
@@ -161,15 +161,16 @@ def _envoy_config(upstream_port: int, latency_s: float) -> dict[str, object]:
     types = "type.googleapis.com/envoy.extensions"
     route = {"match": {"prefix": "/"}, "route": {"cluster": "upstream", "timeout": "0s"}}
     delay = {"fixed_delay": f"{latency_s:.3f}s", "percentage": {"numerator": 100}}
+    fault = {
+        "name": "envoy.filters.http.fault",
+        "typed_config": {"@type": f"{types}.filters.http.fault.v3.HTTPFault", "delay": delay},
+    }
     manager = {
         "@type": f"{types}.filters.network.http_connection_manager.v3.HttpConnectionManager",
         "stat_prefix": "ingress",
         "route_config": {"virtual_hosts": [{"name": "all", "domains": ["*"], "routes": [route]}]},
         "http_filters": [
-            {
-                "name": "envoy.filters.http.fault",
-                "typed_config": {"@type": f"{types}.filters.http.fault.v3.HTTPFault", "delay": delay},
-            },
+            *([fault] if latency_s else []),  # Envoy accepts no delay of zero
             {
                 "name": "envoy.filters.http.router",
                 "typed_config": {"@type": f"{types}.filters.http.router.v3.Router"},

@@ -43,7 +43,7 @@ demo-tune: install  ## run a search of eight trials, stop the bad ones early, wr
 # Tests spend much of their time waiting for servers to start and processes to end.
 TEST_PROCESSES ?= 3
 
-test: install  ## run all tests but the cluster tests, against real servers that the tests start (about 11 minutes)
+test: install  ## run all tests but the cluster tests, against real servers that the tests start (about 14 minutes)
 	@# Threads that spin while they wait would take the few cores from the other processes.
 	OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadscope $(PYTEST_ARGS)
 
@@ -57,9 +57,9 @@ test-slurm: install  ## run jobs on a real SLURM cluster of four nodes on this m
 	VOXLANE_SLURM=1 $(BIN)/python -m pytest tests/cluster/slurm $(PYTEST_ARGS)
 
 # Without a GPU, `make test` runs the same kernels in Triton's interpreter and skips tests that need a GPU.
-test-gpu: install  ## run kernels, recorded steps, sliding windows and augmentation on this machine's GPU
+test-gpu: install  ## run kernels, recorded steps, sliding windows, augmentation and background saves on this machine's GPU
 	@$(BIN)/python -c 'import sys, torch; sys.exit(None if torch.cuda.is_available() else "make test-gpu needs a GPU that torch can use; see nvidia-smi")'
-	$(BIN)/python -m pytest tests/model tests/train/test_step.py tests/train/test_timing.py tests/bench/test_step.py $(PYTEST_ARGS)
+	$(BIN)/python -m pytest tests/model tests/train/test_step.py tests/train/test_timing.py tests/bench/test_step.py tests/checkpoint/test_async.py $(PYTEST_ARGS)
 
 check: install  ## run ruff, mypy, the import rules and the limits on names, complexity and size
 	$(BIN)/ruff check src tests benchmarks demo tools

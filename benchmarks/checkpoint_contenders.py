@@ -6,6 +6,7 @@ compared with the saved ones after it.
 
 from __future__ import annotations
 
+import importlib
 import io
 import os
 import time
@@ -172,11 +173,15 @@ def _ceiling(work: Work, size: int) -> Callable[[], None]:
 def voxlane(work: Work) -> tuple[Save, Load]:
     """Use our `Checkpoint` with its defaults."""
     from voxlane import Checkpoint, StoreConfig
+    from voxlane.store.credentials import s3_session
 
     folder, _, name = work.uri.rpartition("/")
     checkpoint = Checkpoint(folder, StoreConfig(endpoint=work.endpoint))
     for engine_retries in (False, True):  # the clients, which all contenders create before the measured time
         checkpoint.store.open_native(engine_retries=engine_retries)
+    if work.service == "s3":  # loads sign their requests with botocore, which boto3's contender imports too
+        importlib.import_module("botocore.auth")
+        s3_session(checkpoint.store.config).get_credentials()
     return lambda state: checkpoint.save(state, name) and None, lambda: checkpoint.load(name)
 
 

@@ -210,29 +210,46 @@ class VerifiedObject:
         return requests
 
     def _read_request(self, span: Span, targets: Sequence[ReadTarget]) -> None:
-        """Read a range of whole blocks into the targets that need some of it, ordered by start. Each chunk is hashed
-        and copied to its final memory as it arrives, while it is in the processor's cache."""
+        """Read a range of whole blocks into the targets that need some of it, ordered by start. Each chunk is hashed as
+        it arrives in its final memory, while it is in the processor's cache."""
+        pieces = _lay_out(span, targets)
+        is_scattered = pieces is not None
+        if pieces is None:
+            pieces = [np.empty(span.size, np.uint8)]
         digests = BlockDigests(self.block_bytes)
-        first = 0
 
-        def receive(offset: int, chunk: Any) -> None:
-            nonlocal digests, first
+        def update(offset: int, chunk: Any) -> None:
+            nonlocal digests
             if offset == span.start:  # also after a failed attempt
-                digests, first = BlockDigests(self.block_bytes), 0
-            data = np.frombuffer(chunk, np.uint8)
-            if self._contents:
-                digests.update(data)
-            while first < len(targets) and targets[first].stop <= offset:
-                first += 1
-            for target in itertools.islice(targets, first, None):
-                if target.start >= offset + len(data):
-                    break
-                low, high = max(target.start, offset), min(target.stop, offset + len(data))
-                # numpy releases the interpreter's lock while it copies, a memoryview does not.
-                target.target[low - target.start : high - target.start] = data[low - offset : high - offset]
+                digests = BlockDigests(self.block_bytes)
+            digests.update(chunk)
 
-        self.store.get_chunks(self.info.key, span.start, span.stop, receive, etag=self.info.etag)
+        take = update if self._contents else None
+        self.store.get_into(self.info.key, span.start, pieces, etag=self.info.etag, take=take)
         self._check_digests(span.start, digests.finish())
+        if not is_scattered:
+            for target in targets:
+                low, high = max(target.start, span.start), min(target.stop, span.stop)
+                data = pieces[0][low - span.start : high - span.start]
+                target.target[low - target.start : high - target.start] = data
+
+
+def _lay_out(span: Span, targets: Sequence[ReadTarget]) -> list[npt.NDArray[np.uint8]] | None:
+    """Return consecutive arrays that receive the bytes of `span`: the parts of the targets in it, ordered by start, and
+    new memory for the bytes between them. Return None if two targets need the same bytes."""
+    pieces: list[npt.NDArray[np.uint8]] = []
+    position = span.start
+    for target in targets:
+        low, high = max(target.start, span.start), min(target.stop, span.stop)
+        if low < position:
+            return None
+        if low > position:
+            pieces.append(np.empty(low - position, np.uint8))
+        pieces.append(target.target[low - target.start : high - target.start])
+        position = high
+    if position < span.stop:
+        pieces.append(np.empty(span.stop - position, np.uint8))
+    return pieces
 
 
 @dataclass(frozen=True)

@@ -34,6 +34,10 @@ if TYPE_CHECKING:
 _UNADDRESSABLE = re.compile(r"(?:^|/)\.{0,2}(?:/|\Z)|[\x00-\x1f\x7f]")
 LIST_PAGE_KEYS = 1000
 """Most keys that one list request returns on S3 and GCS; the engine's list requests are counted by it."""
+COPY_BYTES = 256 * 1024
+"""Bytes of a body that are handled at a time: few calls, but still within the processor's cache."""
+TakeChunk = Callable[[int, Any], None]
+"""Called with the offset of a chunk in its object, and the chunk."""
 _CONTENT_RANGE = re.compile(r"bytes (\d+)-(\d+)/(\d+)")
 _SERVICES: Mapping[str, Callable[[str, StoreConfig], Service]] = {
     "gs": GcsService,
@@ -258,30 +262,42 @@ class DirectResponse:
             if response.status != 206 or self.range != expected:
                 raise TransientError(f"the response is not the requested range ({header or response.status})", uri)
 
-    def __del__(self) -> None:
-        self._stack.close()  # a body that was not read: its connection cannot be used again
+    def close(self) -> None:
+        """Give the connection back, or close it if the body was not read: then it cannot be used again."""
+        self._stack.close()
+
+    __del__ = close
 
     def bytes(self) -> Any:
         """Return the body."""
         with self._stack:
             return self._response.read()
 
-    def read_into(self, target: npt.NDArray[np.uint8]) -> None:
-        """Fill `target`, which has the size of the requested range, with the body."""
-        if self.range[1] - self.range[0] != len(target):
+    def read_into(self, pieces: Sequence[npt.NDArray[np.uint8]], take: TakeChunk | None) -> None:
+        """Fill `pieces`, which together have the size of the requested range, with the body. Pass each chunk of them to
+        `take(offset, chunk)` as soon as it is filled."""
+        size = sum(map(len, pieces))
+        if self.range[1] - self.range[0] != size:
             raise RangeError(
                 "the range lies outside the object", uri=self._uri, fix="It may have changed: list it again"
             )
         length = int(self._response.headers["Content-Length"])
-        if length != len(target):
-            raise TransientError(f"got {length} of {len(target)} bytes", self._uri)
-        view, filled = target.data, 0
+        if length != size:
+            raise TransientError(f"got {length} of {size} bytes", self._uri)
+        offset = self.range[0]
         with self._stack:
-            while filled < length:
-                count = self._response.readinto(view[filled:])
-                if not count:
-                    raise TransientError(f"the connection failed: got {filled} of {length} bytes", self._uri)
-                filled += count
+            for piece in pieces:
+                step = COPY_BYTES if take is not None else len(piece)
+                filled = 0
+                while filled < len(piece):
+                    count = self._response.readinto(piece.data[filled : filled + step])
+                    if not count:
+                        received = offset - self.range[0]
+                        raise TransientError(f"the connection failed: got {received} of {length} bytes", self._uri)
+                    if take is not None:
+                        take(offset, piece[filled : filled + count])
+                    filled += count
+                    offset += count
 
     def stream(self, min_chunk_size: int) -> Iterator[Any]:
         """Yield the body in chunks of at most that size."""

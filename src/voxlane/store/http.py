@@ -11,8 +11,10 @@ import ssl
 import time
 import urllib.parse
 import urllib.request
+import weakref
 from collections import deque
 from collections.abc import Iterator, Mapping
+from http.client import HTTPConnection, HTTPSConnection
 from typing import Any
 
 from voxlane.errors import VoxlaneError
@@ -29,7 +31,9 @@ class HttpPool:
     def __init__(self, endpoint: str, config: StoreConfig) -> None:
         self._endpoint = urllib.parse.urlsplit(endpoint)
         self._config = config
-        self._idle: deque[tuple[float, http.client.HTTPConnection]] = deque()
+        self._idle: deque[tuple[float, HTTPConnection]] = deque()
+        # Not `__del__`: in a reference cycle the sockets' finalizers could run first, and warn.
+        weakref.finalize(self, _close_all, self._idle)
         self._tls: ssl.SSLContext | None = None
         is_direct = urllib.request.proxy_bypass(self._endpoint.netloc)
         self._proxy = None if is_direct else urllib.request.getproxies().get(self._endpoint.scheme)
@@ -66,7 +70,7 @@ class HttpPool:
                 if response is not None:
                     response.close()
 
-    def _acquire(self) -> tuple[http.client.HTTPConnection, bool]:
+    def _acquire(self) -> tuple[HTTPConnection, bool]:
         """Return a connection, and whether it was used before."""
         while True:
             try:
@@ -77,17 +81,17 @@ class HttpPool:
                 return connection, True
             connection.close()
 
-    def _connect(self) -> http.client.HTTPConnection:
+    def _connect(self) -> HTTPConnection:
         scheme, host = self._endpoint.scheme, self._endpoint.hostname or ""
         timeout_s = self._config.read_timeout_s
         address, proxy = self._endpoint.netloc, self._proxy
         if scheme == "http":
-            return _Http(urllib.parse.urlsplit(proxy).netloc if proxy else address, timeout=timeout_s)
+            return HTTPConnection(urllib.parse.urlsplit(proxy).netloc if proxy else address, timeout=timeout_s)
         if self._tls is None:
             self._tls = ssl.create_default_context()
         if not proxy:
-            return _Https(address, timeout=timeout_s, context=self._tls)
-        connection = _Https(urllib.parse.urlsplit(proxy).netloc, timeout=timeout_s, context=self._tls)
+            return HTTPSConnection(address, timeout=timeout_s, context=self._tls)
+        connection = HTTPSConnection(urllib.parse.urlsplit(proxy).netloc, timeout=timeout_s, context=self._tls)
         connection.set_tunnel(host, self._endpoint.port)
         return connection
 
@@ -97,15 +101,6 @@ class HttpPool:
         return f"http://{self._endpoint.netloc}{target}" if is_proxied else target
 
 
-class _Http(http.client.HTTPConnection):
-    """A connection that closes itself when its pool is dropped."""
-
-    def __del__(self) -> None:
-        self.close()
-
-
-class _Https(http.client.HTTPSConnection):
-    """A TLS connection that closes itself when its pool is dropped."""
-
-    def __del__(self) -> None:
-        self.close()
+def _close_all(connections: deque[tuple[float, HTTPConnection]]) -> None:
+    while connections:
+        connections.pop()[1].close()

@@ -12,7 +12,9 @@ raises NotDirectError before it reads a tensor, and the caller uses `torch.load`
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import io
+import mmap
 import pickle
 import struct
 import sys
@@ -37,6 +39,7 @@ _LOCAL_HEADER = struct.Struct("<4s22xHH")
 """Header before each record of a zip file: signature, length of the name and of the extra field."""
 _HAS_DESCRIPTOR = 0x08
 _ZIP64_LIMIT = 0xFFFFFFFF
+_HUGE_PAGES_FROM_BYTES = 4 << 20
 _PLAIN_GLOBALS = {
     ("collections", "OrderedDict"),
     ("torch", "Size"),
@@ -70,6 +73,7 @@ def load_direct(store: Store, key: str, map_location: Any, load: Callable[[Any, 
     storages: list[torch.UntypedStorage] = []
 
     def collect(storage: torch.UntypedStorage, location: str) -> torch.UntypedStorage:
+        _request_huge_pages(storage)
         storages.append(storage)
         return storage
 
@@ -258,6 +262,16 @@ class _StandIn:
 
     def __setstate__(self, state: Any) -> None:
         pass
+
+
+def _request_huge_pages(storage: torch.UntypedStorage) -> None:
+    """Ask the system for huge pages, as numpy does for its arrays: filling new memory then takes a quarter of the
+    processor time. It is a hint, which the system may ignore."""
+    if sys.platform != "linux" or storage.nbytes() < _HUGE_PAGES_FROM_BYTES:
+        return
+    start = -(-storage.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
+    size = (storage.data_ptr() + storage.nbytes() - start) // mmap.PAGESIZE * mmap.PAGESIZE
+    ctypes.CDLL(None).madvise(ctypes.c_void_p(start), ctypes.c_size_t(size), mmap.MADV_HUGEPAGE)
 
 
 def _view_storage(storage: torch.UntypedStorage) -> npt.NDArray[np.uint8]:

@@ -131,7 +131,15 @@ class Checkpoint:
         self.store.delete_one(self._key(path) + CHECKSUM_SUFFIX)
 
     def _key(self, path: StrPath) -> str:
-        return self._prefix + os.fspath(path).lstrip("/")
+        name = os.fspath(path).lstrip("/")
+        if self.store.scheme == "file" and ".." in name.split("/"):
+            # In a bucket, this is a key like any other; in a folder, it would be a file outside of it.
+            raise ConfigError(
+                f"the name {name!r} leaves the folder of the checkpoints",
+                uri=self.store.uri(self._prefix),
+                fix="Remove '..' from the name, or open a Checkpoint in the other folder",
+            )
+        return self._prefix + name
 
 
 def load_file(file: Any, uri: str, map_location: Any, weights_only: bool, *, mmap: bool = False) -> Any:

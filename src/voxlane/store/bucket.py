@@ -369,7 +369,8 @@ class Store:
         """Raise for a key that cannot be written: an empty key, or a key in a folder where no file can be created. The
         engine would retry the latter for ever."""
         if not key or key.endswith("/"):
-            raise ConfigError("the URI names no object", uri=self.uri(key), fix="Add a name after the slash")
+            problem = "voxlane writes no key that ends in a slash" if key else "the URI names no object"
+            raise ConfigError(problem, uri=self.uri(key), fix="Add a name after the slash")
         if self.scheme != "file":
             return
         folder = os.path.dirname(f"/{key}")

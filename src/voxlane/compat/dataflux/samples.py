@@ -105,7 +105,7 @@ class DatafluxSource(SampleSource):
             except Exception as error:
                 if not attempts_left:
                     raise
-                _log.warning("%s: listing failed (%s); %d attempts left", self.uri, error, attempts_left)
+                _log.warning("%s: listing failed (%s); attempts left: %d", self.uri, error, attempts_left)
         raise AssertionError("unreachable")
 
     def _list(self) -> Manifest:

@@ -8,7 +8,6 @@ uses, so that `Store` only chooses between the two.
 from __future__ import annotations
 
 import contextlib
-import http.client
 import re
 import urllib.parse
 import xml.etree.ElementTree as ElementTree
@@ -23,7 +22,7 @@ import numpy.typing as npt
 from voxlane.errors import AlreadyExistsError, MissingExtraError, RangeError
 from voxlane.store.config import StoreConfig
 from voxlane.store.counters import RequestCounters
-from voxlane.store.http import HttpPool
+from voxlane.store.http import HttpPool, HttpResponse
 from voxlane.store.retry import Retrier
 from voxlane.store.services import AzureService, GcsService, S3Service, Service
 from voxlane.store.translate import TransientError, translate_response, unknown_length_error
@@ -90,7 +89,11 @@ class DirectStore:
         with self._request("HEAD", key) as response:
             response.read()
             self._check_length(response, key)
-            return self._describe(response)
+            modified = response.headers.get("last-modified")
+            return {
+                **self._describe(response),
+                "last_modified": None if modified is None else parsedate_to_datetime(modified),
+            }
 
     def list_page(self, prefix: str, start_after: str | None, token: str | None) -> ListPage:
         """Return the page of keys that start with `prefix` which `token` stands for, or the first one; on S3 and GCS it
@@ -198,7 +201,7 @@ class DirectStore:
         headers: Mapping[str, str] | None = None,
         body: bytes | None = None,
         refusals: Mapping[int, Exception] | None = None,
-    ) -> Iterator[http.client.HTTPResponse]:
+    ) -> Iterator[HttpResponse]:
         """Send a request on `key`, or on the bucket if it is empty; raise for an error status. `refusals` has the
         errors for statuses that mean something special to this request."""
         uri = self._root + (key or (query or {}).get("prefix", ""))
@@ -219,17 +222,15 @@ class DirectStore:
                 raise (refusals or {}).get(response.status, error)
             yield response
 
-    def _check_length(self, response: http.client.HTTPResponse, key: str) -> None:
-        if "Content-Length" not in response.headers:
+    def _check_length(self, response: HttpResponse, key: str) -> None:
+        if "content-length" not in response.headers:
             raise unknown_length_error(self._root + key)
 
-    def _describe(self, response: http.client.HTTPResponse) -> dict[str, Any]:
-        modified = response.headers.get("Last-Modified")
+    def _describe(self, response: HttpResponse) -> dict[str, Any]:
         return {
-            "size": int(response.headers.get("Content-Length") or 0),
-            "e_tag": response.headers.get("ETag"),
+            "size": int(response.headers.get("content-length") or 0),
+            "e_tag": response.headers.get("etag"),
             "version": response.headers.get(self._service.version_header),
-            "last_modified": None if modified is None else parsedate_to_datetime(modified),
         }
 
 
@@ -238,7 +239,7 @@ class DirectResponse:
 
     def __init__(
         self,
-        response: http.client.HTTPResponse,
+        response: HttpResponse,
         stack: contextlib.ExitStack,
         meta: dict[str, Any],
         byte_range: tuple[int, int | None] | None,
@@ -248,12 +249,12 @@ class DirectResponse:
         self._stack = stack
         self._uri = uri
         self.meta = meta
-        """Size, e_tag, version and last_modified of the object."""
+        """Size, e_tag and version of the object."""
         self.range = 0, meta["size"]
         """Bytes `(start, stop)` that the body holds."""
         if byte_range is not None:
             start, stop = byte_range
-            header = response.headers.get("Content-Range") or ""
+            header = response.headers.get("content-range") or ""
             match = _CONTENT_RANGE.fullmatch(header)
             if response.status == 206 and match is not None:
                 self.range = int(match[1]), int(match[2]) + 1
@@ -281,7 +282,7 @@ class DirectResponse:
             raise RangeError(
                 "the range lies outside the object", uri=self._uri, fix="It may have changed: list it again"
             )
-        length = int(self._response.headers["Content-Length"])
+        length = int(self._response.headers["content-length"])
         if length != size:
             raise TransientError(f"got {length} of {size} bytes", self._uri)
         offset = self.range[0]
@@ -306,7 +307,7 @@ class DirectResponse:
                 yield chunk
 
 
-def _check_late_error(response: http.client.HTTPResponse, text: bytes, uri: str) -> None:
+def _check_late_error(response: HttpResponse, text: bytes, uri: str) -> None:
     """Raise for an error in the body of a successful response: S3 sends the status before a long copy or completion."""
     if text.lstrip().startswith(b"<?xml") and b"<Error>" in text[:200]:
         raise TransientError(f"the service failed after it had answered {response.status}", uri)

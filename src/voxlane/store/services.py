@@ -29,7 +29,7 @@ class Service(Protocol):
     extra: str
     """Extra of the package that holds the libraries for its credentials."""
     version_header: str
-    """Header with the version or generation of an object."""
+    """Header with the version or generation of an object, in lower case."""
     copy_header: str
     """Header with the source of a copy."""
     put_headers: Mapping[str, str]
@@ -84,6 +84,7 @@ class GcsService:
         self._lock = threading.Lock()
         self._credentials: Any = None
         self._provided = ExpiringCredentials(config.credential_provider) if config.credential_provider else None
+        self._token = gcs_bearer_token(config)
 
     def quote(self, key: str) -> str:
         """Return `key` as one segment without a dot, so that no proxy can take a part of it for a relative path."""
@@ -99,7 +100,7 @@ class GcsService:
 
     def authorization(self) -> dict[str, str]:
         """Return the header with a bearer token; empty for anonymous access."""
-        token = gcs_bearer_token(self._config)
+        token = self._token
         if self._provided is not None:
             token = self._provided.get()["token"]
         elif token is None and not self._config.anonymous:

@@ -76,8 +76,9 @@ class GcsJson:
         query["fields"] = select_fields(storage_class=storage_class)
         if start_after is not None:
             query["startOffset"] = start_after
+        first_path = f"/storage/v1/b/{uris.quote(self._store.bucket)}/o?{urllib.parse.urlencode(query)}"
+        path = first_path
         while True:
-            path = f"/storage/v1/b/{uris.quote(self._store.bucket)}/o?{urllib.parse.urlencode(query)}"
             page, token = parse_page(self.send("list", "GET", path, prefix), storage_class=storage_class)
             if page.num_rows and page.column("key")[0].as_py() == start_after:
                 page = page.slice(1)  # startOffset is inclusive
@@ -85,7 +86,7 @@ class GcsJson:
                 yield page
             if not token:
                 return
-            query["pageToken"] = token
+            path = f"{first_path}&pageToken={urllib.parse.quote_plus(token)}"
 
     def send(self, kind: str, method: str, path: str, key: str = "", body: Any = None) -> bytes:
         """Send one request of the JSON or XML API, retried and counted as `kind`; return the body of the response."""

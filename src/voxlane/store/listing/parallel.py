@@ -148,8 +148,8 @@ class ParallelLister:
 
     def _extend_alphabet(self, keys: Any) -> None:
         """Add the characters of about fifty keys of the page to the alphabet."""
-        sample = [keys[i].as_py()[len(self._prefix) :] for i in range(0, len(keys), max(1, len(keys) // 50))]
-        new = set("".join(sample)) - set(self._alphabet)
+        sample = keys[:: max(1, len(keys) // 50)].to_pylist()
+        new = set("".join(key[len(self._prefix) :] for key in sample)) - set(self._alphabet)
         if new:
             if new & set(string.digits):
                 new |= set(string.digits)

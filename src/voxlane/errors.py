@@ -22,14 +22,20 @@ parent from its type and text.
 
 from __future__ import annotations
 
+from voxlane.redaction import redact_text, redact_urls
+
 
 class VoxlaneError(Exception):
-    """Base of all errors; `uri` names the object concerned and `fix` says what to do next (either may be empty)."""
+    """Base of all errors; `uri` names the object concerned and `fix` says what to do next (either may be empty).
+
+    Secrets that the message repeats, such as the password in a URL, are redacted.
+    """
 
     def __init__(self, message: str, *, uri: str = "", fix: str = "") -> None:
+        uri, message = redact_urls(uri), redact_text(message)
         text = f"{uri}: {message}" if uri else message
         if fix:
-            text = f"{text.rstrip('.')}. {fix}"
+            text = f"{text.rstrip('.')}. {redact_text(fix)}"
         super().__init__(text)
         self.uri = uri
         self.fix = fix

@@ -26,6 +26,7 @@ import pydantic
 import pydantic.dataclasses
 import yaml
 
+from voxlane import redaction
 from voxlane.errors import ConfigError
 
 _T = TypeVar("_T")
@@ -38,8 +39,9 @@ _RULES = pydantic.ConfigDict(
 @dataclass_transform(kw_only_default=True, frozen_default=True, field_specifiers=(dataclasses.field, pydantic.Field))
 def record(cls: type[_T]) -> type[_T]:
     """Make `cls` a frozen, keyword-only dataclass that validates its fields and takes the string below each field as
-    its description."""
+    its description. A field with repr=False holds a secret, which is redacted wherever its name appears."""
     validated: Any = pydantic.dataclasses.dataclass(frozen=True, kw_only=True, config=_RULES)(cls)
+    redaction.mark_secret(name for name, field in validated.__pydantic_fields__.items() if field.repr is False)
     original_init = validated.__init__
 
     @functools.wraps(original_init)
@@ -253,7 +255,8 @@ def _config_error(
     message = message.replace("input should be greater", "expected a value greater")
     message = message.replace("input should be less", "expected a value less").replace("input should be", "expected")
     is_number = first["type"].startswith(("greater", "less", "finite"))  # perhaps as the text of a flag's value
-    got = "" if first["type"] == "value_error" else f", got {first['input'] if is_number else repr(first['input'])}"
+    is_shown = first["type"] != "value_error" and not any(map(redaction.is_secret_field, parts))
+    got = f", got {first['input'] if is_number else repr(redaction.redact(first['input']))}" if is_shown else ""
     named = f"{name}: " if first["loc"] or not origin else ""  # a file's name is enough for the file as a whole
     result = ConfigError(f"{named}{message}{got}{rest}", uri=origin)
     result.code = first["type"]

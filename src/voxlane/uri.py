@@ -81,6 +81,11 @@ def _parse_path(path: str) -> Uri:
     return Uri("file", "", absolute.lstrip("/") + trailing)
 
 
+def stays_below(path: str) -> bool:
+    """Return whether a relative path from a file that somebody else wrote names something inside its folder."""
+    return bool(path) and not path.startswith("/") and "\0" not in path and ".." not in path.split("/")
+
+
 def quote(key: str) -> str:
     """Return `key` percent-encoded for use as one path segment of an HTTP URL."""
     return urllib.parse.quote(key, safe="")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -191,7 +192,7 @@ def test_command_runs(gcs: Bucket, emulator: Emulator, monkeypatch: pytest.Monke
     listed = [line.split()[5] for line in out.splitlines()]
     assert listed == [f"gs://bkt/run/step-{n}" for n in ("9.ckpt", "10.ckpt", "11")]
     assert run("latest", "gs://bkt/run") == (0, "gs://bkt/run/step-11\n", "")
-    assert "3 of 3 checkpoints are sound" in run("verify", "gs://bkt/run")[1]
+    assert "3 of 3 checkpoints are sound" in run("verify", "--strict", "gs://bkt/run")[1]
     assert run("cp", "gs://bkt/run/step-11", "gs://bkt/copy")[0] == 0
     damaged = next(key for key in _keys(gcs, "run/step-11/") if key.endswith(".distcp"))
     _flip(gcs, damaged)
@@ -237,3 +238,18 @@ def test_errors_are_one_line_and_status_1(
     assert message in err
     assert len(err.splitlines()) == 1
     assert len(_names(gcs)) == 3
+
+
+def test_verify_tells_sound_from_readable(tmp_path: Path, capsys: Any) -> None:
+    Checkpoint(str(tmp_path)).save({"w": torch.zeros(10)}, "ours.ckpt")
+    torch.save({"w": torch.zeros(10)}, tmp_path / "other.ckpt")
+    assert main(["checkpoint", "verify", str(tmp_path)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    states = {
+        line.split()[-1].rpartition("/")[2]: line.split()[0] for line in lines if ".ckpt" in line and "only" not in line
+    }
+    assert states == {"ours.ckpt": "sound", "other.ckpt": "readable"}
+    assert any(line.strip() == f"no checksums, only readable: file://{tmp_path}/other.ckpt" for line in lines)
+    assert lines[-1] == "1 of 2 checkpoints are sound; without checksums, only readable: 1"
+    assert main(["checkpoint", "verify", "--strict", str(tmp_path)]) == 1
+    assert main(["checkpoint", "verify", "--strict", str(tmp_path / "ours.ckpt")]) == 0

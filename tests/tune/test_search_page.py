@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import html as entities
 import itertools
 import json
@@ -273,7 +275,7 @@ def test_trial_without_some_field_is_drawn(search: Search) -> None:
 
 @pytest.mark.skipif(shutil.which("chromium") is None, reason="chromium is not installed: the page's script is not run")
 def test_pointing_filtering_and_sorting(search: Search, html: str, tmp_path: Path) -> None:
-    acts = """<script>
+    acts = """
     const results = {};
     const at = document.querySelector('.trace.best .near');
     at.dispatchEvent(new PointerEvent('pointermove', {bubbles: true, clientX: 300, clientY: 300}));
@@ -293,9 +295,13 @@ def test_pointing_filtering_and_sorting(search: Search, html: str, tmp_path: Pat
     document.querySelector('th[data-column="0"] button').click();
     results.order = [...document.querySelectorAll('tbody tr[data-trial]')].map(row => Number(row.dataset.trial));
     document.body.textContent = JSON.stringify(results);
-    </script></body>"""
+    """
+    digest = base64.b64encode(hashlib.sha256(acts.encode()).digest()).decode()
+    page = html.replace("script-src ", f"script-src 'sha256-{digest}' ").replace(
+        "</body>", f"<script>{acts}</script></body>"
+    )
     file = tmp_path / "page.html"
-    file.write_text(html.replace("</body>", acts), encoding="utf-8")
+    file.write_text(page, encoding="utf-8")
     command = ["chromium", "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path / 'chromium'}"]
     ran = subprocess.run([*command, "--dump-dom", str(file)], capture_output=True, text=True, timeout=400, check=True)
     body = re.search("<body[^>]*>(.*)</body>", ran.stdout, re.DOTALL)

@@ -331,3 +331,62 @@ def test_any_names_give_cases_or_a_layout_error(names: list[str]) -> None:
     assert cases
     assert {case.label for case in cases} - {None} <= set(names)
     assert any(image in names for case in cases for image in case.images) or any(case.label for case in cases)
+
+
+OUTSIDE = [
+    "/etc/hostname",
+    "../other/a.nii.gz",
+    "imagesTr/../../a.nii.gz",
+    "~/a.nii.gz",
+    "file:///etc/hostname",
+    "gs://other/a",
+]
+"""Paths that no dataset.json may name."""
+
+
+@pytest.mark.parametrize("path", OUTSIDE)
+@pytest.mark.parametrize("part", ["image", "label"])
+def test_msd_entries_stay_in_the_dataset(
+    gcs: Bucket, put: Callable[..., None], tmp_path: Path, path: str, part: str
+) -> None:
+    document = MSD | {"training": [MSD["training"][0], {**MSD["training"][1], part: path}]}
+    put(gcs, {"msd/dataset.json": json.dumps(document).encode(), **{f"msd/{name}": b"x" for name in msd_files(1, 2)}})
+    local = write_files(tmp_path, *msd_files(1, 2), dataset=document)
+    for src, config in (("gs://bkt/msd", gcs.config), (local, None), (f"{local}/dataset.json", None)):
+        with pytest.raises(LayoutError, match=rf"training\[1\].{part}: '.*' is outside the dataset"):
+            discover(src, config)
+
+
+@pytest.mark.parametrize("path", OUTSIDE)
+def test_nnunet_entries_stay_in_the_dataset(tmp_path: Path, path: str) -> None:
+    entries = {"A": {"images": ["imagesTr/A_0000.nii.gz", path], "label": "labelsTr/A.nii.gz"}}
+    src = write_files(tmp_path, "imagesTr/A_0000.nii.gz", "labelsTr/A.nii.gz", dataset=NNUNET | {"dataset": entries})
+    with pytest.raises(LayoutError, match=r"dataset.json: dataset.A.images: .* is outside the dataset"):
+        discover(src)
+
+
+def test_an_absolute_path_inside_the_dataset_and_links_are_fine(tmp_path: Path) -> None:
+    (tmp_path / "real").mkdir()
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data/imagesTr").symlink_to(tmp_path / "real")
+    training = [{"image": f"{tmp_path}/data/imagesTr/s_1.nii.gz", "label": "labelsTr/s_1.nii.gz"}]
+    src = write_files(tmp_path / "data", *msd_files(1), dataset=MSD | {"training": training})
+    (case,) = discover(src).cases
+    assert case.images == (f"file://{tmp_path}/data/imagesTr/s_1.nii.gz",)
+    assert case.label == f"file://{tmp_path}/data/labelsTr/s_1.nii.gz"
+
+
+@pytest.mark.parametrize("path", ["/etc/hostname", "~/a.nii.gz", "file:///etc/hostname", "gs://other/a", "../../../a"])
+def test_a_list_in_a_bucket_names_only_objects_of_the_bucket(
+    gcs: Bucket, put: Callable[..., None], tmp_path: Path, path: str
+) -> None:
+    cases = [{"image": "a.nii.gz", "label": path}]
+    put(gcs, {"lists/all.json": json.dumps(cases).encode(), "lists/a.nii.gz": b"1"})
+    with pytest.raises(LayoutError, match=r"gs://bkt/lists/all.json: the list names '.*', which is not in its bucket"):
+        discover("gs://bkt/lists/all.json", gcs.config, overrides=DESCRIPTION)
+
+
+def test_a_list_on_this_machine_may_name_any_file(tmp_path: Path) -> None:
+    src = write_files(tmp_path / "lists", all=[{"image": f"{tmp_path}/a.nii.gz", "label": "../b.nii.gz"}])
+    (case,) = discover(f"{src}/all.json", overrides=DESCRIPTION).cases
+    assert (case.images, case.label) == ((f"file://{tmp_path}/a.nii.gz",), f"file://{tmp_path}/b.nii.gz")

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from voxlane.errors import ConfigError, MissingExtraError
+from voxlane.redaction import redact
 
 if TYPE_CHECKING:
     from voxlane.store import Store, StoreConfig
@@ -71,7 +72,7 @@ class ResultFile:
 
     def save(self, result: dict[str, Any], draw: Draw) -> None:
         """Write the result and, if asked for, the plot beside it; print the name of each file."""
-        self._write(self._out, (json.dumps(result, indent=1) + "\n").encode())
+        self._write(self._out, (json.dumps(redact(result), indent=1) + "\n").encode())
         if self._plot:
             with tempfile.TemporaryDirectory(prefix="voxlane-bench-") as folder:
                 picture = Path(folder, "plot.png")

@@ -131,12 +131,26 @@ def decode(data: bytes, uri: str) -> tuple[Metadata, CheckpointFiles | None]:
     if not isinstance(metadata, Metadata):
         raise CheckpointError(f"holds a {type(metadata).__name__}, not the metadata of a checkpoint", uri=uri)
     plain = getattr(metadata.storage_meta, _ADDITION, None)
+    _check_paths(metadata, plain, uri)
     if plain is None:
         return metadata, None
     if not is_signed:
         raise corrupt_error(uri, "the checksum at its end is damaged")
     files = {path: Checksums.from_json(checksums, uri) for path, checksums in plain["files"].items()}
     return metadata, CheckpointFiles(files, plain["attachments"], plain["world_size"])
+
+
+def _check_paths(metadata: Metadata, plain: Any, uri: str) -> None:
+    """Raise UnsafeError if the metadata names a file outside the checkpoint, which would be read and even removed."""
+    paths = {info.relative_path for info in (metadata.storage_data or {}).values()}
+    if plain is not None:
+        paths |= {*plain["files"], *plain["attachments"].values()}
+    if outside := [path for path in paths if not (isinstance(path, str) and uris.stays_below(path))]:
+        raise UnsafeError(
+            f"it names the file {outside[0]!r}, which is outside the checkpoint",
+            uri=uri,
+            fix="Do not use this checkpoint: nothing that saves checkpoints writes such a name",
+        )
 
 
 class _Unpickler(pickle.Unpickler):

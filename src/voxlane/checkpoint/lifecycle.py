@@ -223,12 +223,12 @@ def verify(checkpoint: StoredCheckpoint, progress: _Progress | None = None) -> V
     problems: list[str] = []
     unchecked: list[str] = []
     for source in _open_sources(checkpoint, problems):
-        if not source.contents:
-            unchecked.append(source.info.key)
         try:
             for block in source.read_blocks():
                 if progress is not None:
                     progress(len(block))
+            if not source.contents:
+                unchecked.append(source.info.key)
         except VoxlaneError as error:
             problems.append(str(error))
     return VerifyReport(tuple(problems), tuple(unchecked))

@@ -245,13 +245,13 @@ class AppEntryCommand(StoreOptions):
     def _run(self) -> int:
         from voxlane.cluster.kubernetes.app.entry import run
         from voxlane.cluster.kubernetes.app.log_archive import LogArchiver
-        from voxlane.cluster.kubernetes.app.redaction import collect_secrets
+        from voxlane.redaction import collect_secrets
 
         pod = os.environ.get("POD_NAME") or socket.gethostname()
         archiver = LogArchiver(self.logs, pod, self.store_config()) if self.logs else None
         with tempfile.TemporaryDirectory(prefix="voxlane-") as temporary:
             os.environ[STOPPED_VARIABLE] = os.path.join(temporary, "stopped")
-            secrets = collect_secrets(os.environ, self.hide)
+            secrets = collect_secrets(os.environ, self.hide, self.command)
             status = resolve_status(run(self.command, secrets, archiver), os.environ)
         if archiver is not None and not archiver.close():
             sys.stderr.flush()

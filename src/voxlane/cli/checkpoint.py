@@ -86,8 +86,13 @@ class CheckpointLatestCommand(CheckpointOptions):
 class CheckpointVerifyCommand(CheckpointOptions, ProgressOptions):
     """Read every byte of checkpoints and compare with their checksums.
 
-    The exit status is 1 if a checkpoint is damaged.
+    A checkpoint is sound if all of its files have checksums and match them. Files without checksums, which other
+    programs wrote, are listed: they can be read, but nothing shows whether their bytes are those that were written.
+    The exit status is 1 if a checkpoint is damaged and, with --strict, if a file has no checksums.
     """
+
+    strict: bool = False
+    """Count files without checksums as failures."""
 
     def _run(self) -> int:
         from voxlane.checkpoint.lifecycle import verify
@@ -95,20 +100,25 @@ class CheckpointVerifyCommand(CheckpointOptions, ProgressOptions):
         checkpoints = self.list_existing()
         unpublished = [c for c in checkpoints if not c.published]
         checkpoints = [c for c in checkpoints if c.published]
-        damaged = 0
+        damaged = unchecked = 0
         with _progress_bar("verifying", sum(c.size for c in checkpoints), self) as bar:
             for c in checkpoints:
                 verdict = verify(c, bar.update)
                 damaged += bool(verdict.problems)
-                state = "DAMAGED" if verdict.problems else "ok"
-                note = f"  (no checksums: {len(verdict.unchecked)} files only read)" if verdict.unchecked else ""
-                print(f"{state:<8} {format_bytes(c.size):>10}  {c.uri}{note}")
+                unchecked += bool(verdict.unchecked and not verdict.problems)
+                state = "DAMAGED" if verdict.problems else "readable" if verdict.unchecked else "sound"
+                print(f"{state:<8} {format_bytes(c.size):>10}  {c.uri}")
                 for problem in verdict.problems:
                     print(f"         {problem}")
+                for key in verdict.unchecked:
+                    print(f"         no checksums, only readable: {c.store.uri(key)}")
         for c in unpublished:
             print(f"never published, not verified: {c.uri}")
-        print(f"{len(checkpoints) - damaged} of {len(checkpoints)} checkpoints are sound")
-        return 1 if damaged or not checkpoints else 0
+        counts = [f"{len(checkpoints) - damaged - unchecked} of {len(checkpoints)} checkpoints are sound"]
+        counts += [f"without checksums, only readable: {unchecked}"] if unchecked else []
+        counts += [f"damaged: {damaged}"] if damaged else []
+        print("; ".join(counts))
+        return 1 if damaged or not checkpoints or (self.strict and unchecked) else 0
 
 
 @record

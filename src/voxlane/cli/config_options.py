@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
+from voxlane import redaction
 from voxlane.cli.help import format_rows
 from voxlane.errors import ConfigError
 from voxlane.settings import (
@@ -116,6 +117,16 @@ class ConfiguredOptions(ProgressOptions):
     """Config fields; --fields lists them."""
     fields: bool = False
     """Print every config field with its default and its meaning."""
+
+
+def check_no_secrets(words: Sequence[str], target: str) -> None:
+    """Raise ConfigError if a command line that becomes part of `target` holds a secret."""
+    if names := redaction.name_secrets(words) or [redaction.redact_text(w) for w in words if redaction.holds_secret(w)]:
+        raise ConfigError(
+            f"{names[0]}: {target} must not hold a secret",
+            fix="Give it as a variable such as AWS_SECRET_ACCESS_KEY, as a profile (store.profile=NAME) or in a file "
+            "(--config FILE) that only you can read",
+        )
 
 
 def read_config(path: str) -> dict[str, Any]:

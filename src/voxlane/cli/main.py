@@ -11,6 +11,7 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from voxlane import redaction
 from voxlane.errors import ReportedError, StoppedError, UsageError, VoxlaneError
 
 if TYPE_CHECKING:
@@ -154,7 +155,23 @@ def _run(words: list[str]) -> int:
 
         sys.stdout.write(format_config_fields(name, parser.command_class, flags))
         return 0
+    _protect_secrets(rest)
     return parser.run(rest)
+
+
+def _protect_secrets(words: Sequence[str]) -> None:
+    """Hide the secrets on the command line from the list of processes, and say which ways are safer."""
+    names = redaction.name_secrets(words)
+    if not names:
+        return
+    redaction.hide_from_process_list(redaction.find_secrets(words))
+    if os.environ.get("RANK", "0") == "0":
+        print(
+            f"voxlane: warning: {', '.join(names)} on the command line can be read by other users of this machine and "
+            "stays in the shell's history; safer: variables such as AWS_SECRET_ACCESS_KEY, a profile "
+            "(store.profile=NAME) or a file (--config FILE)",
+            file=sys.stderr,
+        )
 
 
 def split_command(words: Sequence[str]) -> tuple[str, list[str]]:

@@ -7,10 +7,12 @@ import contextlib
 import dataclasses
 import functools
 import sys
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, TypeVar
 
 import pydantic
 
+from voxlane import redaction
 from voxlane.cli.config_options import (
     ConfiguredOptions,
     FieldsFileOptions,
@@ -19,7 +21,15 @@ from voxlane.cli.config_options import (
     apply_overrides,
 )
 from voxlane.cli.signals import interrupted_by, open_in_browser, print_note
-from voxlane.errors import BucketNotFoundError, ConfigError, NotFoundError, ScanError
+from voxlane.errors import (
+    BucketNotFoundError,
+    ConfigError,
+    CredentialsError,
+    NotFoundError,
+    PermissionDeniedError,
+    ScanError,
+    VoxlaneError,
+)
 from voxlane.settings import ARGUMENT, OVERRIDES, Flag, PathOrUri, build, read_file, record
 from voxlane.sizes import format_bytes
 
@@ -165,6 +175,10 @@ class TrainCommand(FieldsFileOptions, RayOptions, ConfiguredOptions):
     """Folds to train, each as a run of its own in RUN/fold_N: all, or numbers such as 0,2."""
 
     def _run(self) -> None:
+        with _explain_missing_secrets(self, "run.json"):
+            self._train()
+
+    def _train(self) -> None:
         from voxlane.train import ranks
         from voxlane.train.run import Run
         from voxlane.volume.prepared_dataset import Prepared
@@ -204,6 +218,27 @@ class TrainCommand(FieldsFileOptions, RayOptions, ConfiguredOptions):
                 print(f"run: {uri}")
         if is_first_rank:
             print(f"next: voxlane evaluate {self.run}")
+
+
+@contextlib.contextmanager
+def _explain_missing_secrets(command: TrainCommand | TuneCommand, record_name: str) -> Iterator[None]:
+    """Where a run or search that is resumed lacks credentials, say that it did not store those it was started with."""
+    try:
+        yield
+    except (CredentialsError, PermissionDeniedError) as error:
+        if not (command.resume or command.auto_resume):
+            raise
+        names: list[str] = []
+        with contextlib.suppress(VoxlaneError, AttributeError, TypeError):  # the record may be what cannot be read
+            from voxlane.train.run import Run
+
+            names = redaction.name_redacted(
+                Run(command.run, command.load(command.overrides)[1]).read_json(record_name)["command"]
+            )
+        origin = f"it was started with {', '.join(names)}" if names else "if it was started with keys, such as store.*"
+        explained = type(error)(f"{error}. Secrets are not stored with {command.run}: {origin}, give them again")
+        explained.uri = error.uri
+        raise explained from None
 
 
 def _parse_folds(text: str, prepared: Prepared) -> list[int]:
@@ -283,6 +318,10 @@ class TuneCommand(StoreFileOptions, ConfiguredOptions):
     """Number of trials; the same as tune.trials=N."""
 
     def _run(self) -> None:
+        with _explain_missing_secrets(self, "tune.json"):
+            self._search()
+
+    def _search(self) -> None:
         from voxlane.tune.progress import format_table
         from voxlane.tune.runner import search_exists, tune
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import pydantic
 
-from voxlane.cli.config_options import StoreFileOptions, StoreOptions
+from voxlane.cli.config_options import StoreFileOptions, StoreOptions, check_no_secrets
 from voxlane.cli.segmentation import TrainCommand
 from voxlane.cluster import commands as parallel
 from voxlane.cluster.slurm import jobs as slurm
@@ -83,6 +83,7 @@ class SlurmRenderCommand(JobOptions):
             words = words[1:]
         if words[:1] in (["slurm"], ["emulator"]):
             raise ConfigError(f"`voxlane {words[0]}` cannot run as a job")
+        check_no_secrets([*words, *self.setup, *self.sbatch], "a batch script, which SLURM stores and shows,")
         command = parse(words)  # a mistake ends the command now, and not hours later in the job
         name = parallel.command_name(words)
         _check_field_names(name, command)

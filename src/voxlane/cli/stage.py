@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
-from voxlane.cli.config_options import StoreFileOptions
+from voxlane.cli.config_options import StoreFileOptions, check_no_secrets
 from voxlane.errors import CacheError, ClusterError, ConfigError, NoRoomError, UsageError
 from voxlane.settings import ARGUMENT, Flag, PathOrUri, record
 from voxlane.sizes import format_bytes, parse_bytes
@@ -187,7 +187,9 @@ def srun_words(command: StageCommand, environment: Mapping[str, str]) -> list[st
         words.append(f"--nodelist={command.nodelist}")
     if command.nodelist is None or command.nodes not in (None, _ALL):
         words.append(f"--nodes={count}")
-    return [*words, sys.executable, "-m", "voxlane", *_stage_words(command)]
+    stage_words = _stage_words(command)
+    check_no_secrets(stage_words, "the command line of srun, which every user of the nodes can read,")
+    return [*words, sys.executable, "-m", "voxlane", *stage_words]
 
 
 def _stage_words(command: StageCommand) -> list[str]:

@@ -18,6 +18,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from voxlane.errors import CacheError, ConfigError
+from voxlane.store.private_folder import make_private_folder
 from voxlane.uri import StrPath
 
 _log = logging.getLogger("voxlane")
@@ -42,6 +43,7 @@ class DiskCache:
 
     def get(self, uri: str, version: str, size: int) -> bytes | None:
         """Return the bytes of the object if this version is cached, else None."""
+        self.open()
         path = self._path(uri, version)
         try:
             with open(path, "rb") as file:
@@ -68,7 +70,7 @@ class DiskCache:
         path = self._path(uri, version)
         try:
             self._reserve(partial, size)
-            os.makedirs(os.path.dirname(path), exist_ok=True)
+            os.makedirs(os.path.dirname(path), mode=0o700, exist_ok=True)
             with open(partial, "r+b") as file:
                 file.write(body)
             os.replace(partial, path)
@@ -85,12 +87,13 @@ class DiskCache:
             )
 
     def open(self) -> None:
-        """Create the folder and check that it is writable."""
+        """Create the folder, for this user alone, and check that it is private and writable. What is read from it
+        becomes training data, so no other user may write there."""
         if self._opened:
             return
         try:
-            os.makedirs(os.path.join(self.folder, "objects"), exist_ok=True)
-            os.makedirs(os.path.join(self.folder, "partial"), exist_ok=True)
+            for folder in (self.folder, os.path.join(self.folder, "objects"), os.path.join(self.folder, "partial")):
+                make_private_folder(folder)
             with self._locked():
                 pass
         except OSError as error:
@@ -113,7 +116,7 @@ class DiskCache:
     @contextlib.contextmanager
     def _locked(self) -> Iterator[int]:
         """Yield the locked lock file, which stores the sum of sizes."""
-        handle = os.open(os.path.join(self.folder, "lock"), os.O_RDWR | os.O_CREAT, 0o666)
+        handle = os.open(os.path.join(self.folder, "lock"), os.O_RDWR | os.O_CREAT, 0o600)
         try:
             fcntl.flock(handle, fcntl.LOCK_EX)
             yield handle

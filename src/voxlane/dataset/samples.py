@@ -26,6 +26,7 @@ from voxlane.distributed import run_on_rank_zero
 from voxlane.errors import ConfigError, DecodeError, EmptyError, PairError, VoxlaneError
 from voxlane.store import Store, StoreConfig
 from voxlane.store.listing import Entry, Manifest, list_objects
+from voxlane.store.private_folder import make_private_folder
 from voxlane.uri import StrPath
 
 Compose = Literal["off", "on", "auto"]
@@ -112,7 +113,7 @@ class SampleSource:
     def _list_once_per_node(self) -> Manifest:
         """List in a DataLoader worker whose parent has not listed: one worker lists, the others read its listing."""
         path = self._listing_path()
-        os.makedirs(os.path.dirname(path), mode=0o700, exist_ok=True)
+        make_private_folder(os.path.dirname(path))
         with open(f"{path}.lock", "w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             if not os.path.exists(path):

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import functools
+import hashlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib import resources
 from typing import Any
 
 import yaml
-from jinja2 import Environment, PackageLoader, StrictUndefined
+from jinja2 import Environment, PackageLoader, StrictUndefined, TemplateError
 from markupsafe import Markup
 
+from voxlane.errors import RunError
 from voxlane.pages import formatting
 
 
@@ -44,6 +48,7 @@ def _environment() -> Environment:
     environment.filters |= {
         "base64": lambda body: base64.b64encode(body).decode(),
         "bytes": formatting.format_bytes,
+        "csp_hash": _hash_source,
         "count": formatting.format_count,
         "duration": formatting.format_duration,
         "number": formatting.format_number,
@@ -54,6 +59,24 @@ def _environment() -> Environment:
     }
     environment.globals["include_raw"] = _read_file
     return environment
+
+
+@contextlib.contextmanager
+def explain_wrong_content(uri: str) -> Iterator[None]:
+    """Raise RunError if the page of the files at `uri` cannot be made, because they do not hold what voxlane writes."""
+    try:
+        yield
+    except (TypeError, ValueError, AttributeError, LookupError, TemplateError) as error:
+        raise RunError(
+            f"its files do not have the content that voxlane writes ({type(error).__name__}: {error})",
+            uri=uri,
+            fix="Restore them",
+        ) from error
+
+
+def _hash_source(text: str) -> str:
+    """Return how a Content-Security-Policy names an inline script or style sheet."""
+    return f"sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}"
 
 
 def _read_file(name: str) -> Markup:

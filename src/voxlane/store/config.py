@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 import tomllib
 from collections.abc import Callable, Mapping
-from dataclasses import field
+from dataclasses import field, fields
 from typing import Annotated, Any
 
 from pydantic import Field, StrictBool
 
 from voxlane.errors import ConfigError
+from voxlane.redaction import redact_urls
 from voxlane.settings import build, record
 from voxlane.uri import StrPath
 
@@ -82,7 +83,12 @@ class StoreConfig:
         if (self.access_key_id is None) != (self.secret_access_key is None):
             raise ConfigError("access_key_id and secret_access_key belong together", fix="Set both or neither")
         if self.endpoint is not None and "://" not in self.endpoint:
-            raise ConfigError(f"endpoint {self.endpoint!r} has no scheme", fix=f"Write http://{self.endpoint}")
+            url = redact_urls(f"http://{self.endpoint}")
+            raise ConfigError(f"endpoint {url.removeprefix('http://')!r} has no scheme", fix=f"Write {url}")
+
+    def __repr__(self) -> str:
+        shown = (f for f in fields(self) if f.repr)
+        return redact_urls(f"StoreConfig({', '.join(f'{f.name}={getattr(self, f.name)!r}' for f in shown)})")
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> StoreConfig:

@@ -22,7 +22,8 @@ from voxlane.pages.formatting import (
     format_plural,
     format_size,
 )
-from voxlane.pages.render import Tile, render
+from voxlane.pages.render import Tile, explain_wrong_content, render
+from voxlane.redaction import redact, redact_words
 from voxlane.store import StoreConfig
 from voxlane.train import pictures
 from voxlane.train.findings import Evaluation, Findings, read_findings, score
@@ -52,15 +53,19 @@ def report(run_uri: str, config: StoreConfig | None = None) -> str:
     if not run.exists:
         for fold_run in find_runs(run_uri, config):
             report(fold_run.uri, config)
-    run.write_bytes("report.html", render_run_page(read_findings(run_uri, config)).encode())
+    findings = read_findings(run_uri, config)
+    with explain_wrong_content(run.folder_uri):
+        page = render_run_page(findings)
+    run.write_bytes("report.html", page.encode())
     return run.file_uri("report.html")
 
 
 def render_run_page(findings: Findings) -> str:
     """Return the page of a run. Pure: the same findings give the same page."""
-    run = findings.run
+    run = redact(findings.run)  # a run of an earlier version may hold secrets
     data, description, cases = (run.get(k) or {} for k in ("data", "description", "cases"))
     command = run.get("command") or []
+    words = redact_words(list(map(str, command))) if isinstance(command, list) else [str(command)]
     colours = _TargetColours(findings)
     time_parts = _time_parts(findings)
     return render(
@@ -82,7 +87,7 @@ def render_run_page(findings: Findings) -> str:
         time_facts=_time_facts(findings),
         setup_facts=_setup_facts(run),
         levels=_network_levels(run),
-        command_line=shlex.join(map(str, command)) if isinstance(command, list) else str(command),
+        command_line=shlex.join(words) if isinstance(command, list) else words[0],
         environment=[(str(k).replace("_", " "), v) for k, v in (run.get("environment") or {}).items()],
     )
 

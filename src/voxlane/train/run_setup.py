@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from voxlane import __version__, settings
+from voxlane import __version__, redaction, settings
 from voxlane.dataset.cache import DiskCache
 from voxlane.errors import ConfigError, RunError
 from voxlane.model.networks import build as build_network
@@ -160,7 +160,7 @@ def _describe_run(config: TrainConfig, prepared: Prepared, ranks: int, command: 
         network = build_network(network_config, len(description.channels), description.outputs)
     return {
         "created": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "command": list(command),
+        "command": redaction.redact_words(command),
         "config": settings.to_plain(config),
         "plan": settings.to_plain(plan),
         "network": settings.to_plain(network_config),

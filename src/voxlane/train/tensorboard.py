@@ -53,10 +53,11 @@ class EventListing:
 
 def local_name(root: str, key: str) -> str:
     """Return the path of the event file `key` in the copy of the prefix `root` (which ends in a slash, or is empty).
-    TensorBoard names runs after folders, so the folder `tensorboard` is left out, and a run keeps its name."""
+    TensorBoard names runs after folders, so the folder `tensorboard` is left out, and a run keeps its name. No key
+    leads out of the copy."""
     folders = [part for part in root.split("/") if part not in (_FOLDER, "")]
     parts = [*(folders[-1:] or ["run"]), *key[len(root) :].split("/")]
-    return "/".join(part for part in parts if part not in (_FOLDER, "", "."))
+    return "/".join(part for part in parts if part not in (_FOLDER, "", ".", ".."))
 
 
 class EventMirror:

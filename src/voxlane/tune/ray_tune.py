@@ -33,6 +33,7 @@ from voxlane import uri as uris
 from voxlane.cluster.ray import cluster as clusters
 from voxlane.cluster.ray.cluster import run_in_thread, shorten
 from voxlane.errors import ClusterError, LostError, NoMemoryError, TuneError, VoxlaneError
+from voxlane.redaction import redact_text
 from voxlane.store import StoreConfig
 from voxlane.train.config import build_config
 from voxlane.train.run import Run
@@ -98,7 +99,7 @@ class Training:
         except VoxlaneError:
             raise  # its message is complete
         except Exception:
-            Run(task.run_uri, self.store).write_bytes("error.txt", traceback.format_exc().encode())
+            Run(task.run_uri, self.store).write_bytes("error.txt", redact_text(traceback.format_exc()).encode())
             raise
 
     def _train_alone(self, run: Run, until: int, watch: Watch) -> None:
@@ -200,7 +201,7 @@ def _run_trial_process(work: Work, config: dict[str, Any]) -> None:
         state, reason = "failed", str(error)
         reusable = not isinstance(error, _WorkersNotStartedError)
     except Exception as error:  # noqa: BLE001  ends the trial: the error goes into the record and other trials continue
-        state, reason = "failed", f"{type(error).__name__}: {shorten(error, 500)}"
+        state, reason = "failed", redact_text(f"{type(error).__name__}: {shorten(error, 500)}")
     gc.collect()  # the next trial in this process needs the memory
     if (torch := sys.modules.get("torch")) is not None and torch.cuda.is_available():
         torch.cuda.empty_cache()

@@ -16,7 +16,8 @@ import yaml
 from voxlane import settings
 from voxlane.errors import TuneError
 from voxlane.pages.formatting import as_number, format_duration, format_number, format_value
-from voxlane.pages.render import Tile, render
+from voxlane.pages.render import Tile, explain_wrong_content, render
+from voxlane.redaction import redact_words
 from voxlane.store import StoreConfig
 from voxlane.train.run import Run
 from voxlane.train.run_setup import check_config
@@ -52,14 +53,16 @@ def report(out: str, config: StoreConfig | None = None) -> str | None:
     if not run.store.exists(run.key("tune.json")):
         return None
     search = Search.from_json(bytes(run.store.get(run.key("tune.json"))), origin=run.file_uri("tune.json"))
-    write_events(search, run)
     write_page(search, run)
+    write_events(search, run)
     return run.file_uri("report.html")
 
 
 def write_page(search: Search, run: Run) -> None:
     """Write OUT/report.html, also of a search that has not ended."""
-    run.write_bytes("report.html", render_search_page(search).encode())
+    with explain_wrong_content(run.folder_uri):
+        page = render_search_page(search)
+    run.write_bytes("report.html", page.encode())
 
 
 def publish(search: Search, run: Run, prepared: Prepared, space: Space) -> None:
@@ -131,7 +134,7 @@ def render_search_page(search: Search) -> str:
         field_charts=[(axis, chart) for axis in axes if (chart := charts.field_chart(search, axis))],
         rows=sorted(search.trials, key=lambda t: (math.inf if t.score is None else -t.score, t.number)),
         as_number=as_number,
-        command_line=shlex.join(map(str, search.command)),
+        command_line=shlex.join(redact_words(list(map(str, search.command)))),
         nested_space=set_dotted({}, search.space),
         config={name: value for name, value in search.config.items() if value is not None},
     )

@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from voxlane import settings
+from voxlane import redaction, settings
 from voxlane.cluster.ray.cluster import list_nodes, open_cluster
 from voxlane.errors import AlreadyExistsError, ConfigError, MissingExtraError, TuneError
 from voxlane.store import StoreConfig
@@ -144,7 +144,7 @@ def _new_search(run: Run, space: Space, data: str, command: Sequence[str]) -> Se
         data=data,
         space=space.plain(),
         config=settings.to_plain(space.tune),
-        command=list(command),
+        command=redaction.redact_words(command),
         created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         devices=1.0,
     )

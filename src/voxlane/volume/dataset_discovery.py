@@ -5,11 +5,12 @@ from __future__ import annotations
 import collections
 import contextlib
 import csv
+import functools
 import io
 import json
 import posixpath
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from typing import Any
@@ -67,23 +68,26 @@ def discover(
     document = _read_document(uri, config) if is_file else None
     is_dataset_json = isinstance(document, Mapping) and bool({"training", "channel_names"} & document.keys())
     listed_etags: dict[str, str] | None = None
+    resolve: Callable[[str], str]
     if is_file and (layout == "list" or not is_dataset_json):
         root, base = uri, posixpath.dirname(uri) + "/"
         draft = _parse_list(uri, document)
+        resolve = functools.partial(_resolve_uri, base, uri)
     elif layout == "list":
         raise LayoutError(
             "expected a .json or .csv file for layout list", uri=uri, fix="Use the URI of the list itself"
         )
     else:
-        root = base = (posixpath.dirname(uri) if is_file else uri).rstrip("/") + "/"
+        root = (posixpath.dirname(uri) if is_file else uri).rstrip("/") + "/"
         draft, listed_etags = _parse_folder(root, config, layout)
+        resolve = root.__add__
     _check_ids([case.id for case in draft.cases], root)
     description = _merge_description(draft.description, fields, root)
     cases = [
         replace(
             case,
-            images=tuple(_resolve_uri(base, image) for image in case.images),
-            label=None if case.label is None else _resolve_uri(base, case.label),
+            images=tuple(resolve(image) for image in case.images),
+            label=None if case.label is None else resolve(case.label),
         )
         for case in sorted(draft.cases, key=lambda case: case.id)
     ]
@@ -227,13 +231,26 @@ def _read_document(uri: str, config: StoreConfig | None) -> Any:
         raise LayoutError(f"invalid CSV: {error}", uri=uri, fix="Write a header line and one line per case") from None
 
 
-def _resolve_uri(base: str, path: str) -> str:
-    """Return `path` as a URI, relative to the folder `base` unless it is absolute."""
-    if "://" in path or path.startswith(("/", "~")):
-        return str(uris.parse(path))
+def _resolve_uri(base: str, list_uri: str, path: str) -> str:
+    """Return a path of a list as a URI, relative to the folder `base` unless it is absolute.
+
+    A list on this machine may name any file. A list in a bucket may name only objects of that bucket, because whoever
+    wrote it must not choose which of the reader's files become part of a dataset.
+    """
     parsed = uris.parse(base)
-    trailing = "/" if path.endswith("/") else ""
-    return parsed.root + posixpath.normpath(posixpath.join(parsed.key, path)) + trailing
+    if "://" in path or path.startswith(("/", "~")):
+        resolved = str(uris.parse(path))
+    else:
+        trailing = "/" if path.endswith("/") else ""
+        resolved = parsed.root + posixpath.normpath(posixpath.join(parsed.key, path)) + trailing
+    is_outside = not resolved.startswith(parsed.root) or resolved.startswith(f"{parsed.root}../")
+    if parsed.scheme != "file" and is_outside:
+        raise LayoutError(
+            f"the list names {path!r}, which is not in its bucket",
+            uri=list_uri,
+            fix=f"Name objects of {parsed.root}, or copy the list to this machine if you trust it",
+        )
+    return resolved
 
 
 def _version_tag(etag: str | None, size: int) -> str:

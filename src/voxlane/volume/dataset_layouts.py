@@ -94,10 +94,11 @@ def parse_msd(names: Collection[str], document: Any, root: str) -> DatasetDraft:
             raise LayoutError(
                 f"training[{number}]: image is missing", uri=document_uri, fix='Write {"image": ..., "label": ...}'
             )
-        image = posixpath.normpath(entry["image"])
+        image = _confine(entry["image"], f"training[{number}].image", document_uri, root)
         suffix = _scan_suffix(image)
         parts = tuple(f"{image.removesuffix(suffix)}_{i:04d}{suffix}" for i in range(len(channels)))
-        label = posixpath.normpath(entry["label"]) if entry.get("label") else None
+        label = entry.get("label")
+        label = _confine(str(label), f"training[{number}].label", document_uri, root) if label else None
         case_id = strip_scan_suffix(image)
         images = parts if image not in existing and existing.intersection(parts) else (image,)
         cases.append(SourceCase(case_id, case_id, images, label if label in existing else None))
@@ -135,9 +136,10 @@ def parse_nnunet(names: Collection[str], document: Any, root: str) -> DatasetDra
             if not isinstance(entry, Mapping) or not isinstance(entry.get("images"), list) or not entry["images"]:
                 fix = 'Write {"images": [...], "label": ...}'
                 raise LayoutError(f"dataset.{case_id}: images are missing", uri=document_uri, fix=fix)
-            label = posixpath.normpath(str(entry.get("label", "")))
-            images = tuple(posixpath.normpath(str(name)) for name in entry["images"])
-            cases.append(SourceCase(case_id, case_id, images, label if label in existing or label[0] == "/" else None))
+            field = f"dataset.{case_id}"
+            label = _confine(str(entry.get("label", "")), f"{field}.label", document_uri, root)
+            images = tuple(_confine(str(name), f"{field}.images", document_uri, root) for name in entry["images"])
+            cases.append(SourceCase(case_id, case_id, images, label if label in existing else None))
     else:
         pattern = re.compile(rf"(?:imagesTr/(.+)_\d{{4}}|labelsTr/(.+)){re.escape(suffix)}$")
         for case_id in sorted({match[1] or match[2] for name in existing if (match := pattern.match(name))}):
@@ -149,6 +151,22 @@ def parse_nnunet(names: Collection[str], document: Any, root: str) -> DatasetDra
             f"dataset.json is nnU-Net's, but there is no imagesTr/*_0000{suffix}", uri=root, fix=_suggest_source(names)
         )
     return DatasetDraft("nnunet", description, cases)
+
+
+def _confine(path: str, field: str, document_uri: str, root: str) -> str:
+    """Return a path of dataset.json relative to the dataset's folder `root`; raise LayoutError if it leaves it. The
+    user may have made links inside a local folder, but what came with the dataset never chooses other files."""
+    below = path
+    if "://" not in path and path.startswith("/"):
+        below = "file://" + posixpath.normpath(path)
+    below = posixpath.normpath(below.removeprefix(root)) if "://" not in below or below.startswith(root) else below
+    if "://" in below or below.startswith(("/", "~")) or below.split("/", 1)[0] == "..":
+        raise LayoutError(
+            f"{field}: {path!r} is outside the dataset",
+            uri=document_uri,
+            fix="Write paths relative to the folder of dataset.json, or list the files in a list.json on this machine",
+        )
+    return below
 
 
 def parse_brats(names: Collection[str], document: Any, root: str) -> DatasetDraft:

@@ -106,10 +106,12 @@ class Prepared:
         try:
             description, plan = settings.build(Description, header["description"]), settings.build(Plan, header["plan"])
             fields = {name: header[name] for name in ("fingerprint", "source", "folds", "digest")}
+            if not uris.stays_below(header["cases"]):
+                raise damaged
             body = bytes(store.get(prefix + header["cases"]))
         except NotFoundError:
             raise PreparedError("the dataset's table of cases is missing", uri=root, fix=_PREPARE_AGAIN) from None
-        except (KeyError, TypeError, ConfigError):
+        except (KeyError, TypeError, AttributeError, ConfigError):
             raise damaged from None
         if _digest(body) not in header["cases"]:
             raise PreparedError("the dataset's table of cases is damaged", uri=root, fix=_PREPARE_AGAIN)

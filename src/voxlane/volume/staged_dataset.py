@@ -13,6 +13,7 @@ from typing import Any
 from voxlane import uri as uris
 from voxlane.errors import ChangedError, PreparedError
 from voxlane.store import Store, StoreConfig, staging
+from voxlane.store.private_folder import check_existing_folder
 from voxlane.store.staging import SourceListing, StagingReport, local_store
 from voxlane.store.staging.sources import RECORDS, default_name, normalize_source, strip_quotes
 from voxlane.volume.prepared_dataset import HEADER, Prepared, as_prefix, case_key
@@ -97,7 +98,9 @@ class StagedReader:
         return body if len(body) == stop - start else None
 
     def _find(self) -> str:
-        """Return the folder of the copy, or where it would be."""
+        """Return the folder of the copy, or where it would be; raise CacheError if another user could have written
+        it."""
+        check_existing_folder(self._path, is_mounted=True)
         if os.path.isdir(f"{self._path}/{RECORDS}"):
             return self._path
         root = local_store.StagingRoot(self._path)

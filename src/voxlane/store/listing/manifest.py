@@ -168,7 +168,9 @@ class Manifest:
         metadata = table.schema.metadata or {}
         if metadata.get(b"voxlane.format") != _FORMAT:
             raise ConfigError("a Parquet file, not a manifest", uri=uri, fix="Make one: voxlane ls URI --save FILE")
-        return cls(metadata[b"voxlane.uri"].decode(), table.replace_schema_metadata(None))
+        listed = metadata[b"voxlane.uri"].decode()
+        _check_confined(uri, listed, table)
+        return cls(listed, table.replace_schema_metadata(None))
 
     @classmethod
     def of(cls, uri: str, entries: Sequence[Entry]) -> Manifest:
@@ -176,3 +178,20 @@ class Manifest:
         ordered = sorted(entries, key=lambda e: e.key)
         columns = [[getattr(e, name) for e in ordered] for name in SCHEMA.names]
         return cls(uri, pa.table(dict(zip(SCHEMA.names, columns, strict=True)), schema=SCHEMA))
+
+
+def _check_confined(uri: str, listed: str, table: Any) -> None:
+    """Raise ConfigError if the manifest at `uri` names objects outside what it says was listed. One in a bucket names
+    no file of this machine, because whoever wrote it must not choose which of the reader's files are read."""
+    is_local = uris.parse(listed).scheme == "file"
+    outside = table["key"].filter(pc.invert(pc.starts_with(table["key"], uris.parse(listed).key)))
+    if is_local:
+        above = pc.match_substring_regex(table["key"], r"(^|/)\.\.(/|$)")
+        outside = pa.chunked_array([*outside.chunks, *table["key"].filter(above).chunks], outside.type)
+    if is_local and uris.parse(uri).scheme != "file":
+        problem = f"the manifest is in a bucket, but lists files of this machine, below {listed}"
+    elif len(outside):
+        problem = f"the manifest names {outside[0].as_py()!r}, which is outside {listed}"
+    else:
+        return
+    raise ConfigError(problem, uri=uri, fix="List the objects again: voxlane ls URI --save FILE")

@@ -35,10 +35,14 @@ from typing import Any
 import xxhash
 
 from voxlane.errors import CacheError, ConfigError
+from voxlane.redaction import redact_urls
+from voxlane.store.private_folder import make_private_folder
 from voxlane.store.staging.sources import PART_BYTES, RECORDS, SourceObject
+from voxlane.uri import stays_below
 
 MANIFEST, STAGED, USED = f"{RECORDS}/manifest.jsonl", f"{RECORDS}/staged.json", f"{RECORDS}/used"
 FORMAT = 1
+_DIGEST = re.compile(r"[0-9a-f]{32}")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}")
 _POLL_S = 0.1
 _NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EXDEV)
@@ -65,7 +69,12 @@ class CopyOrigin:
     source: str
     """URI of the source, without a trailing slash."""
     endpoint: str | None
-    """Server of the source, or None for the cloud's own; the same URI on another server is another source."""
+    """Server of the source, without credentials, or None for the cloud's own; the same URI on another server is another
+    source."""
+
+    def __post_init__(self) -> None:
+        if self.endpoint is not None:
+            object.__setattr__(self, "endpoint", redact_urls(self.endpoint))
 
 
 class StagingRoot:
@@ -131,11 +140,8 @@ class StagingRoot:
             os.close(handle)
 
     def _make_root(self) -> None:
-        if not self.root.is_dir() or not any(self.root.iterdir()):
-            self.root.mkdir(parents=True, exist_ok=True)
-            os.chmod(self.root, 0o700)
-        for folder in (self.objects, self.datasets, self.partial):
-            os.makedirs(folder, mode=0o700, exist_ok=True)
+        for folder in (str(self.root), self.objects, self.datasets, self.partial):
+            make_private_folder(folder)
 
     def make_folder(self, path: str) -> None:
         """Create a folder that every user may read, whatever the umask, unless this object already did."""
@@ -213,7 +219,7 @@ class StagingRoot:
 def read_manifest(folder: str, *, entries: bool = True) -> tuple[CopyOrigin | None, dict[str, ManifestEntry]]:
     """Return the origin of the copy in `folder` and its complete objects by name; (None, {}) without a valid manifest.
 
-    With `entries` false, read only the origin.
+    With `entries` false, read only the origin. Raises CacheError for an entry whose file is outside the copy.
     """
     try:
         with open(f"{folder}/{MANIFEST}", encoding="utf-8", errors="replace") as file:
@@ -226,8 +232,14 @@ def read_manifest(folder: str, *, entries: bool = True) -> tuple[CopyOrigin | No
         return None, {}
     complete = {}
     for line in lines:
-        with contextlib.suppress(ValueError, TypeError):  # a killed process may leave a truncated line
+        with contextlib.suppress(ValueError, TypeError, AttributeError):  # a killed process may leave a truncated line
             entry = ManifestEntry(**json.loads(line))
+            if not stays_below(entry.file) or not _DIGEST.fullmatch(entry.digest):
+                raise CacheError(
+                    f"the record of the copy names {entry.file!r}, which is no file of a copy",
+                    uri=f"{folder}/{MANIFEST}",
+                    fix="Remove the folder and stage the dataset again",
+                )
             complete[entry.name] = entry
     return origin, complete
 

@@ -21,9 +21,9 @@ import yaml
 from voxlane import settings
 from voxlane.cluster import commands
 from voxlane.cluster.kubernetes.app.k8s import BOARD, WORKLOADS
-from voxlane.cluster.kubernetes.app.redaction import is_location, looks_secret
 from voxlane.cluster.kubernetes.credentials import Credentials, matching
 from voxlane.errors import ConfigError
+from voxlane.redaction import holds_known_secret, holds_secret, is_secret_field, looks_secret
 from voxlane.settings import record
 from voxlane.sizes import parse_bytes, parse_duration
 
@@ -48,14 +48,6 @@ _VARIABLE = re.compile(r"^[A-Za-z_][A-Za-z0-9_]*$")
 _IMAGE = re.compile(
     r"^(?P<name>(?:[A-Za-z0-9][-A-Za-z0-9.]*(?::\d+)?/)?[a-z0-9]+(?:(?:\.|__?|-+)[a-z0-9]+)*"
     r"(?:/[a-z0-9]+(?:(?:\.|__?|-+)[a-z0-9]+)*)*)(?P<tag>:\w[\w.-]{0,127})?(?P<digest>@sha256:[0-9a-f]{64})?$"
-)
-_SECRET_NAME = re.compile(
-    r"SECRET|PASSW|CREDENTIAL|PRIVATE|(^|_)TOKEN($|_)|API_?KEY|ACCESS_KEY|ACCOUNT_KEY|(^|_)KEY(_ID)?$", re.IGNORECASE
-)
-_SECRET_VALUE = re.compile(
-    r"-----BEGIN|\"private_key\"\s*:|\bA(KIA|SIA)[A-Z0-9]{16}\b|\bgh[pousr]_\w{30,}|://[^/\s:@]+:[^/\s@]+@"
-    r"|\bgithub_pat_\w{20,}|\bglpat-[-\w]{16,}|\bhf_[A-Za-z0-9]{30,}|\bxox[abprs]-[-\w]{10,}"
-    r"|\bAccountKey=[A-Za-z0-9+/]|[?&]sig=[A-Za-z0-9%]"
 )
 _BUCKETS = ("gs://", "s3://", "az://")
 _RESERVED_PREFIXES = ("app.kubernetes.io/", "voxlane.dev/", "staged.voxlane.dev/")
@@ -95,7 +87,7 @@ _TO_TEXT = pydantic.BeforeValidator(_to_text)
 
 
 def _check_no_secret(value: Any) -> Any:
-    if isinstance(value, str) and _SECRET_VALUE.search(value):
+    if isinstance(value, str) and holds_secret(value):
         raise ValueError("it contains a secret, which manifests must not; put it into a Secret and name that")
     return value
 
@@ -333,7 +325,7 @@ class App:
         for name in value:
             if not _VARIABLE.match(name):
                 raise ValueError(f"{name!r} is not the name of a variable")
-            if looks_secret(name) or (_SECRET_NAME.search(name) and not is_location(name)):
+            if looks_secret(name):
                 message = f"variable {name} looks like a secret, which manifests must not contain"
                 raise ValueError(f"{message}; {_USE_SECRET}")
         return value
@@ -535,7 +527,7 @@ def _read_file(folder: str, name: str, field: str, origin: str) -> str:
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "not text"
         raise ConfigError(f"{field}: cannot read {name}: {reason}", uri=origin) from None
-    if _SECRET_VALUE.search(text):
+    if holds_known_secret(text):
         message = "it contains a secret, but pods read it from a ConfigMap"
         raise ConfigError(message, uri=path, fix="Use credentials.secret")
     return text
@@ -546,6 +538,6 @@ def _reject_secrets(values: Mapping[str, Any], prefix: str, origin: str) -> None
     for name, value in values.items():
         if isinstance(value, Mapping):
             _reject_secrets(value, f"{prefix}{name}.", origin)
-        elif value is not None and (_SECRET_NAME.search(str(name)) or _SECRET_VALUE.search(str(value))):
+        elif value is not None and (is_secret_field(str(name)) or holds_secret(str(value))):
             message = f"{prefix}{name}: it is a secret, which would become part of a manifest"
             raise ConfigError(message, uri=origin, fix=f"{_USE_SECRET[0].upper()}{_USE_SECRET[1:]}")

@@ -18,7 +18,7 @@ from collections.abc import Collection, Sequence
 from types import FrameType
 
 from voxlane.cluster.kubernetes.app.log_archive import LogArchiver
-from voxlane.cluster.kubernetes.app.redaction import Redactor
+from voxlane.redaction import Redactor
 
 _FORWARDED_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
 _READ_BYTES = 64 * 1024

@@ -10,7 +10,7 @@ from pathlib import Path
 from hypothesis import given
 from hypothesis import strategies as st
 
-from voxlane.cluster.kubernetes.app.redaction import Redactor, collect_secrets, looks_secret
+from voxlane.redaction import Redactor, collect_secrets, looks_secret
 
 SECRET = """
 AWS_SECRET_ACCESS_KEY AWS_ACCESS_KEY_ID AWS_SESSION_TOKEN AZURE_STORAGE_KEY AZURE_STORAGE_ACCOUNT_KEY HF_TOKEN

@@ -8,7 +8,7 @@
     │   ├── AlreadyExistsError (also a FileExistsError)
     │   └── ClosedWriterError (also a ValueError)
     ├── DatasetError: EmptyError, DecodeError, PairError, StateError
-    ├── CacheError: NoRoomError, TooLargeError
+    ├── CacheError: NoRoomError (OverQuotaError), TooLargeError
     ├── CheckpointError: IncompleteError, CorruptError, UnsafeError, MismatchError, BusyError
     ├── VolumeError: ScanError, LayoutError, BadCasesError, PreparedError
     ├── RunError: NoMemoryError, ReportedError, StoppedError
@@ -145,6 +145,10 @@ class NoRoomError(CacheError):
     def __init__(self, message: str, *, uri: str = "", fix: str = "", lacking_bytes: int = 0) -> None:
         super().__init__(message, uri=uri, fix=fix)
         self.lacking_bytes = lacking_bytes
+
+
+class OverQuotaError(NoRoomError):
+    """Raised when copies would exceed their quota by `lacking_bytes`."""
 
 
 class TooLargeError(CacheError):

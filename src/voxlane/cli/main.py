@@ -52,6 +52,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "operator convert": ("operator", "Print StagedDatasets for the VolumeManagers of kube-volume-controller"),
     "operator run": ("operator", "Run the operator until SIGTERM or Ctrl-C"),
     "operator agent": ("operator", "Commands that the operator's pods run"),
+    "operator agent prepare": ("operator", "Make the folder of a namespace on this node, for the operator"),
     "operator agent stage": ("operator", "Copy a dataset to this node, for the operator"),
     "operator agent remove": ("operator", "Remove a dataset from this node, for the operator"),
     "tensorboard": ("segmentation", "Show a run in TensorBoard"),

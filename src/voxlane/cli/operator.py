@@ -15,13 +15,27 @@ import yaml
 from voxlane.cluster.kubernetes.app.k8s import count_noun
 from voxlane.cluster.kubernetes.client import CLUSTER_WIDE, Cluster, Object, path_of, path_of_object
 from voxlane.cluster.kubernetes.names import API_VERSION
-from voxlane.cluster.kubernetes.operator.agent import OperatorAgentRemoveCommand, OperatorAgentStageCommand
-from voxlane.cluster.kubernetes.operator.manifests import COPIER, OPERATOR_NAME, build_manifests
-from voxlane.cluster.kubernetes.operator.resource import InstallConfig, OperatorConfig
+from voxlane.cluster.kubernetes.operator import installation
+from voxlane.cluster.kubernetes.operator.agent import (
+    OperatorAgentPrepareCommand,
+    OperatorAgentRemoveCommand,
+    OperatorAgentStageCommand,
+)
+from voxlane.cluster.kubernetes.operator.manifests import OPERATOR_NAME, build_manifests
+from voxlane.cluster.kubernetes.operator.resource import (
+    DEFAULT_DISK_RESERVE,
+    DiskReserve,
+    InstallConfig,
+    OperatorConfig,
+)
 from voxlane.errors import ClusterError, ConfigError, ForbiddenError
 from voxlane.settings import ARGUMENT, Flag, record
 
-__all__ = ["OperatorAgentRemoveCommand", "OperatorAgentStageCommand"]  # the table of commands finds them here
+__all__ = [  # the table of commands finds them here
+    "OperatorAgentPrepareCommand",
+    "OperatorAgentRemoveCommand",
+    "OperatorAgentStageCommand",
+]
 _SYSTEM_NAMESPACE = "voxlane-system"
 
 HELP = """\
@@ -39,6 +53,7 @@ the StagedDataset.
 Examples:
   voxlane operator install --image registry.lab/voxlane:1      into the cluster that kubectl talks to
   voxlane operator install --image registry.lab/voxlane:1 --render > operator.yaml
+  voxlane operator install -n team-a-voxlane --serve team-a    only for one namespace, beside other operators
   voxlane operator run --image registry.lab/voxlane:1          here, instead of in the cluster
   voxlane operator convert volumes.yaml | kubectl apply -f -   from kube-volume-controller
   voxlane operator uninstall --data                            with every dataset on the nodes
@@ -74,7 +89,7 @@ class OperatorRunCommand(OperatorConfig):
             print(f"{time.strftime('%Y-%m-%dT%H:%M:%SZ', time.gmtime())} {text}", flush=True)
 
         scope = f"namespace {namespace}" if namespace else "all namespaces"
-        log(f"serving StagedDatasets of {scope} of {cluster.name}; data at or below {', '.join(config.data_paths)}")
+        log(f"serving StagedDatasets of {scope} of {cluster.name}; data below {', '.join(config.data_paths)}")
         serve(cluster, connect, config, namespace=namespace, health_port=self.health_port, log=log)
         log("ended; copies and removals continue at the next start")
 
@@ -84,7 +99,10 @@ class OperatorRunCommand(OperatorConfig):
 
 @record
 class OperatorInstallCommand(InstallConfig):
-    """Install the operator, and the kind StagedDataset, in a cluster."""
+    """Install the operator, and the kind StagedDataset, in a cluster.
+
+    Operators in several namespaces work side by side if each serves another namespace (--serve).
+    """
 
     context: Context = None
     """Context of the kubeconfig (default: the current one)."""
@@ -92,29 +110,43 @@ class OperatorInstallCommand(InstallConfig):
     """Print the manifests instead of applying them."""
     namespace: Annotated[str, Flag("-n", metavar="NAME")] = _SYSTEM_NAMESPACE
     """Namespace of the operator."""
+    serve: Annotated[str | None, Flag(metavar="NAMESPACE")] = None
+    """Only namespace whose datasets the operator stages (default: all namespaces)."""
+    disk_reserve: DiskReserve = ()
+    """Space that staging leaves free on a node's disk, as a percentage of it or a size (repeatable: the largest counts;
+    default: the largest eviction threshold of the cluster's kubelets, or 15% if it cannot be read)."""
 
     def _run(self) -> None:
         if self.render:
-            manifests = build_manifests(self, namespace=self.namespace)
-            print(_format_manifests(manifests))
+            config = dataclasses.replace(self, disk_reserve=self.disk_reserve or (DEFAULT_DISK_RESERVE,))
+            print(_format_manifests(build_manifests(config, namespace=self.namespace, serve=self.serve)))
             return
         cluster = Cluster.connect(context=self.context, namespace=self.namespace)
-        image = self.image or _find_installed_image(cluster, self.namespace)
-        manifests = build_manifests(dataclasses.replace(self, image=image), namespace=self.namespace)
+        reserve, origin = self.disk_reserve, "as given"
+        installed = None if self.image else installation.find_operator(cluster, self.namespace)
+        config = dataclasses.replace(self, image=installed.image if installed else self.image)
+        manifests = build_manifests(config, namespace=self.namespace, serve=self.serve)
         _check_permissions(cluster, manifests, "patch")
+        installation.check_side_by_side(installation.list_others(cluster, self.namespace), self.serve)
         namespace = cluster.find(path_of_object(manifests[0]))
         if namespace is not None and "deletionTimestamp" in namespace["metadata"]:
             raise ClusterError(
                 f"the namespace {self.namespace} is being deleted", fix="Run the command again in a minute"
             )
-        for manifest in manifests:
+        if namespace is not None:
+            installation.check_pod_security(namespace, config)
+        if not reserve:
+            reserve, origin = installation.read_disk_reserve(cluster)
+        config = dataclasses.replace(config, disk_reserve=reserve)
+        for manifest in build_manifests(config, namespace=self.namespace, serve=self.serve):
             existing = cluster.find(path_of_object(manifest))
             if manifest["kind"] == "Namespace" and existing is not None:
                 continue  # it may belong to somebody else: unlabelled, it outlives an uninstall
             cluster.apply(manifest)
-            scope = "" if manifest["kind"] in CLUSTER_WIDE else f" in {self.namespace}"
-            action = "updated" if existing is not None else "created"
-            print(f"{manifest['kind']} {manifest['metadata']['name']}{scope}: {action}")
+            print(f"{_title_of_manifest(manifest)}: {'updated' if existing is not None else 'created'}")
+        _delete_all(cluster, installation.list_obsolete(cluster, self.namespace, manifests))
+        print(f"serves {f'namespace {self.serve}' if self.serve else 'all namespaces'}")
+        print(f"leaves {' and '.join(reserve)} of each disk free: {origin}")
         print(f"see: kubectl -n {self.namespace} get deployment; kubectl get stageddatasets -A")
 
 
@@ -122,10 +154,9 @@ def _format_manifests(manifests: Sequence[Object]) -> str:
     return "\n---\n".join(yaml.safe_dump(dict(item), sort_keys=False, width=120).strip() for item in manifests)
 
 
-def _find_installed_image(cluster: Cluster, namespace: str) -> str | None:
-    """Return the image of the operator that is installed already."""
-    deployment = cluster.find(path_of("apps/v1", "Deployment", namespace, OPERATOR_NAME))
-    return None if deployment is None else str(deployment["spec"]["template"]["spec"]["containers"][0]["image"])
+def _title_of_manifest(manifest: Object) -> str:
+    scope = "" if manifest["kind"] in CLUSTER_WIDE else f" in {manifest['metadata']['namespace']}"
+    return f"{manifest['kind']} {manifest['metadata']['name']}{scope}"
 
 
 def _check_permissions(cluster: Cluster, manifests: list[Object], verb: str) -> None:
@@ -140,16 +171,30 @@ def _check_permissions(cluster: Cluster, manifests: list[Object], verb: str) -> 
             )
 
 
+def _is_own(cluster: Cluster, manifest: Object) -> bool:
+    """Return whether `install` created an object; it does not create a namespace that exists already."""
+    if manifest["kind"] != "Namespace":
+        return True
+    labels = (cluster.find(path_of_object(manifest)) or {"metadata": {}})["metadata"].get("labels") or {}
+    return bool(labels.get("app.kubernetes.io/name") == OPERATOR_NAME)
+
+
+def _delete_all(cluster: Cluster, items: Sequence[Object]) -> None:
+    for item in items:
+        if cluster.delete(path_of_object(item)):
+            print(f"{_title_of_manifest(item)}: removed")
+
+
 @record
 class OperatorUninstallCommand:
     """Remove the operator from a cluster.
 
-    StagedDatasets, their kind and the data on the nodes' disks stay, and the next install takes them over. With --data
-    they are removed too, each as soon as nothing uses it.
+    StagedDatasets, their kind and the data on the nodes' disks stay, and the next install takes them over. With --data,
+    those that the operator serves are removed too, each as soon as nothing uses it. What another operator uses stays.
     """
 
     data: bool = False
-    """Delete every StagedDataset, and its data, first."""
+    """Delete every StagedDataset that the operator serves, and its data, first."""
     timeout: Annotated[int, Flag(metavar="SECONDS")] = 600
     """Seconds to wait until the data is deleted."""
     namespace: Annotated[str, Flag("-n", metavar="NAME")] = _SYSTEM_NAMESPACE
@@ -159,49 +204,39 @@ class OperatorUninstallCommand:
 
     def _run(self) -> None:
         cluster = Cluster.connect(context=self.context, namespace=self.namespace)
-        manifests = reversed(build_manifests(InstallConfig(image="none"), namespace=self.namespace))
-        removed = [manifest for manifest in manifests if self.data or manifest["kind"] != "CustomResourceDefinition"]
+        installed = installation.find_operator(cluster, self.namespace)
+        serves = installed.serves if installed else None
+        others = installation.list_others(cluster, self.namespace)
+        manifests = build_manifests(InstallConfig(image="none"), namespace=self.namespace, serve=serves)
+        keeps_kind = not self.data or bool(others)
+        removed = [m for m in reversed(manifests) if not keeps_kind or m["kind"] != "CustomResourceDefinition"]
         _check_permissions(cluster, removed, "delete")
-        datasets = cluster.list(path_of(API_VERSION, "StagedDataset"))
+        # Without an operator here, datasets may belong to any of the others.
+        datasets = [] if installed is None and others else cluster.list(path_of(API_VERSION, "StagedDataset", serves))
         count = count_noun(len(datasets), "StagedDataset")
         if self.data and datasets:
-            if _find_installed_image(cluster, self.namespace) is None:
-                raise ClusterError(
-                    f"{count} cannot be removed from nodes: no operator is in {self.namespace}",
-                    uri=cluster.name,
-                    fix="Install it first, or leave out --data",
-                )
-            _delete_datasets(cluster, datasets, self.timeout)
-        for manifest in removed:
-            path = path_of_object(manifest)
-            if manifest["kind"] == "Namespace":
-                labels = (cluster.find(path) or {"metadata": {}})["metadata"].get("labels") or {}
-                if labels.get("app.kubernetes.io/name") != OPERATOR_NAME:
-                    continue  # `install` did not create it
-            if cluster.delete(path):
-                print(f"{manifest['kind']} {manifest['metadata']['name']}: removed")
-        if self.data:
-            _delete_copier_permissions(cluster)
+            if installed is None:
+                message = f"{count} cannot be removed from nodes: no operator is in {self.namespace}"
+                raise ClusterError(message, uri=cluster.name, fix="Install it first, or leave out --data")
+            _delete_datasets(cluster, datasets, self.timeout, serves)
+        _delete_all(cluster, [manifest for manifest in removed if _is_own(cluster, manifest)])
+        _delete_all(cluster, installation.list_obsolete(cluster, self.namespace, []))
+        if self.data and installed is not None:
+            _delete_all(cluster, installation.list_copier_permissions(cluster, serves))
+            _delete_all(cluster, installation.list_volumes(cluster, serves))
+        if self.data and others:
+            users = " and ".join(operator.namespace for operator in others)
+            print(f"the kind StagedDataset stays, because the operators in {users} use it")
         if datasets and not self.data:
             print(f"{count} left, with the data; nothing serves or removes them until the next install")
 
 
-def _delete_copier_permissions(cluster: Cluster) -> None:
-    """Delete the roles and accounts of copiers in every namespace that had datasets."""
-    rbac, labels = "rbac.authorization.k8s.io/v1", "app.kubernetes.io/managed-by=voxlane,voxlane.dev/part=data"
-    for version, kind in ((rbac, "RoleBinding"), (rbac, "Role"), ("v1", "ServiceAccount")):
-        for item in cluster.list(path_of(version, kind), labels=labels):
-            name = item["metadata"]["name"]
-            if (name == COPIER or name.startswith(f"{COPIER}-")) and cluster.delete(path_of_object(item)):
-                print(f"{kind} {name} in {item['metadata']['namespace']}: removed")
-
-
-def _delete_datasets(cluster: Cluster, datasets: list[Object], timeout_s: float) -> None:
-    """Delete StagedDatasets and wait for the operator to remove their data."""
+def _delete_datasets(cluster: Cluster, datasets: list[Object], timeout_s: float, serves: str | None) -> None:
+    """Delete the StagedDatasets of a namespace (None: of all) and wait for the operator to remove their data."""
     deadline = time.monotonic() + timeout_s
     for dataset in datasets:
         cluster.delete(path_of_object(dataset))
-    while remaining := cluster.list(path_of(API_VERSION, "StagedDataset")):
+    while remaining := cluster.list(path_of(API_VERSION, "StagedDataset", serves)):
         if time.monotonic() > deadline:
             count, first = count_noun(len(remaining), "StagedDataset"), remaining[0]
             message = (first.get("status") or {}).get("message", "")

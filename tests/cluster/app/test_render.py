@@ -176,11 +176,13 @@ def test_pods_run_on_nodes_with_the_data() -> None:
         ("staged.voxlane.dev/team.kits", ["ready"]),
         ("staged.voxlane.dev/team.more", ["ready"]),
     ]
-    paths = [item["hostPath"] for item in pod["volumes"] if "hostPath" in item]
-    assert paths[0] == {"path": "/var/lib/voxlane/datasets/team.kits", "type": "Directory"}
-    mounts = {item["mountPath"]: item.get("readOnly") for item in pod["containers"][0]["volumeMounts"]}
-    assert mounts["/data/kits"] is True
-    assert mounts["/m"] is True
+    claim = {"claimName": "voxlane-data", "readOnly": True}
+    assert [v for v in pod["volumes"] if v["name"] == "data-0"] == [{"name": "data-0", "persistentVolumeClaim": claim}]
+    mounts = {item["mountPath"]: item for item in pod["containers"][0]["volumeMounts"]}
+    for path, copy in (("/data/kits", "team.kits"), ("/m", "team.more")):
+        expected = {"name": "data-0", "mountPath": path, "readOnly": True, "subPath": f"datasets/{copy}"}
+        assert mounts[path] == expected
+    assert "hostPath" not in json.dumps(jobset)
     for labels in (jobset["metadata"]["labels"], get_job(jobset)["template"]["metadata"]["labels"]):
         assert labels["staged.voxlane.dev/kits"] == labels["staged.voxlane.dev/more"] == "true"
     assert "loader.staged=/data/kits" in get_command(jobset)
@@ -252,7 +254,7 @@ def test_tensorboard_listens_on_loopback_and_is_separate_from_the_job() -> None:
     assert item["command"] == ["voxlane", "tensorboard", "gs://b/runs/a", "--port", "6006", "--no-open", "--wait"]
     assert "ports" not in item
     assert "nvidia.com/gpu" not in json.dumps(rendered)
-    assert "hostPath" not in json.dumps(rendered)
+    assert "persistentVolumeClaim" not in json.dumps(rendered)
     assert not any(key.startswith("staged.") for key in template["metadata"]["labels"])
     with pytest.raises(ConfigError, match="nothing to show"):
         render_tensorboard(build_app(command=["x"]), IMAGE)

@@ -1,8 +1,8 @@
 """Simulate the kubelets of a control plane: scheduled pods run as processes of this machine.
 
 Logs, exec and port-forward are served over TLS as by a kubelet, so that they work through the real API server. A node's
-disk is a folder. If a pod mounts a volume, the path of the mount in its command and environment is replaced by the path
-of the folder.
+disk is a folder, and so is a volume that a claim is bound to. If a pod mounts a volume, the path of the mount in its
+command and environment is replaced by the path of the folder.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import asyncio
 import base64
 import contextlib
 import datetime
+import itertools
 import json
 import os
 import re
@@ -18,6 +19,8 @@ import signal
 import socket as socket_module
 import ssl
 import subprocess
+import sys
+import sysconfig
 import threading
 import time
 from dataclasses import dataclass, field
@@ -60,6 +63,20 @@ class _Running:
     reported: Any = None
 
 
+def _install_python(folder: Path) -> Path:
+    """Make a Python that finds this source tree and its packages even if it is isolated (-I), as that of an image."""
+    import voxlane
+
+    python, packages = folder / "bin/python3", folder / f"lib/python3.{sys.version_info.minor}/site-packages"
+    packages.mkdir(parents=True)
+    python.parent.mkdir()
+    python.symlink_to(os.path.realpath(sys.executable))
+    (folder / "pyvenv.cfg").write_text(f"home = {Path(os.path.realpath(sys.executable)).parent}\n")
+    paths = [str(Path(voxlane.__file__).parents[1]), sysconfig.get_path("purelib"), sysconfig.get_path("platlib")]
+    (packages / "image.pth").write_text("".join(f"{path}\n" for path in dict.fromkeys(paths)))
+    return python
+
+
 class Kubelet:
     """Kubelets of all nodes, as a context manager; `root/NODE` is the disk of a node."""
 
@@ -70,6 +87,8 @@ class Kubelet:
         """Images that cannot be pulled."""
         self.environment: dict[str, str] = {}
         """Variables of every container, which override its own."""
+        self.eviction: dict[str, Object] = {}
+        """Settings of the kubelets about evictions, by node; other kubelets do not tell theirs."""
         self.down: set[str] = set()
         self._kubeconfig = kubeconfig
         self._pods: dict[str, _Running] = {}
@@ -82,6 +101,8 @@ class Kubelet:
         self._reserved.bind(("127.0.0.1", 0))
         self._rendezvous = str(self._reserved.getsockname()[1])
         self.failure: BaseException | None = None
+        self._turns = itertools.count()
+        self._python = _install_python(root / ".image")
 
     def __enter__(self) -> Kubelet:
         ready = threading.Event()
@@ -280,7 +301,11 @@ class Kubelet:
     def _command(self, running: _Running, spec: Object) -> tuple[list[str], dict[str, str]]:
         """Return the command and the environment of a container, with the paths of this machine."""
         pod, namespace = running.pod, running.pod["metadata"]["namespace"]
-        env = {"PATH": path_with_tools(), "HOME": str(running.folder), "KUBECONFIG": str(self._kubeconfig)}
+        env = {
+            "PATH": f"{self._python.parent}{os.pathsep}{path_with_tools()}",
+            "HOME": str(running.folder),
+            "KUBECONFIG": str(self._kubeconfig),
+        }
         env |= {name: os.environ[name] for name in ("PYTHONPATH", "OMP_NUM_THREADS") if name in os.environ}
         env["OMP_WAIT_POLICY"] = "PASSIVE"
         own: dict[str, str] = {}
@@ -291,7 +316,12 @@ class Kubelet:
                 path = path_of("v1", "ConfigMap", namespace, source["configMapRef"]["name"])
                 own |= self.cluster.get(path).get("data", {})
         for entry in spec.get("env", []):
-            own[entry["name"]] = self._value(pod, entry)
+            reference = (entry.get("valueFrom") or {}).get("secretKeyRef") or {}
+            try:
+                own[entry["name"]] = self._value(pod, entry)
+            except MissingObjectError:
+                if not reference.get("optional"):
+                    raise
         mounts = self._mounts(running, spec)
 
         def localize(text: str) -> str:
@@ -316,7 +346,11 @@ class Kubelet:
         if origin is None:
             return str(entry.get("value", ""))
         if "secretKeyRef" in origin:
-            return self._secret(namespace, origin["secretKeyRef"]["name"])[origin["secretKeyRef"]["key"]]
+            name, key = origin["secretKeyRef"]["name"], origin["secretKeyRef"]["key"]
+            values = self._secret(namespace, name)
+            if key not in values:
+                raise MissingObjectError(f"couldn't find key {key} in Secret {namespace}/{name}")
+            return values[key]
         if "configMapKeyRef" in origin:
             ref = origin["configMapKeyRef"]
             return str(self.cluster.get(path_of("v1", "ConfigMap", namespace, ref["name"]))["data"][ref["key"]])
@@ -328,6 +362,13 @@ class Kubelet:
             value = value.get(part, "")
         return str(value)
 
+    def _claimed_volume(self, running: _Running, claim: str) -> Object:
+        """Return the source of the volume that a claim is bound to."""
+        path = path_of("v1", "PersistentVolumeClaim", running.pod["metadata"]["namespace"], claim)
+        bound = self.cluster.get(path)["spec"]["volumeName"]
+        spec: Object = self.cluster.get(path_of("v1", "PersistentVolume", None, bound))["spec"]
+        return spec
+
     def _mounts(self, running: _Running, spec: Object) -> list[tuple[str, Path]]:
         """Return (path in the container, folder of this machine) of all mounts, longest path first."""
         volumes = {volume["name"]: volume for volume in running.pod["spec"].get("volumes", [])}
@@ -336,6 +377,8 @@ class Kubelet:
         for mount in spec.get("volumeMounts", []):
             volume = volumes[mount["name"]]
             folder = running.folder / "volumes" / mount["name"]
+            if "persistentVolumeClaim" in volume:
+                volume = self._claimed_volume(running, volume["persistentVolumeClaim"]["claimName"])
             if "hostPath" in volume:
                 folder = self.disk(running.pod["spec"]["nodeName"], volume["hostPath"]["path"])
                 if volume["hostPath"].get("type") == "Directory" and not folder.is_dir():
@@ -385,6 +428,7 @@ class Kubelet:
     def _serve(self, ready: threading.Event) -> None:
         self._loop = asyncio.new_event_loop()
         app = web.Application()
+        app.router.add_get("/configz", self._config)
         app.router.add_get("/containerLogs/{namespace}/{pod}/{container}", self._logs)
         app.router.add_get("/exec/{namespace}/{pod}/{container}", self._exec)
         app.router.add_get("/portForward/{namespace}/{pod}", self._forward)
@@ -414,6 +458,13 @@ class Kubelet:
             if (meta["namespace"], meta["name"]) == (request.match_info["namespace"], request.match_info["pod"]):
                 return running
         raise web.HTTPNotFound(text="no such pod")
+
+    async def _config(self, request: web.Request) -> web.Response:
+        """Return the configuration of a kubelet. All of them share this server, so it is that of all nodes in turn."""
+        if not self.eviction:
+            raise web.HTTPNotFound(text="no such page")
+        node = sorted(self.eviction)[next(self._turns) % len(self.eviction)]
+        return web.json_response({"kubeletconfig": self.eviction[node]})
 
     async def _logs(self, request: web.Request) -> web.StreamResponse:
         running = self._find_pod(request)

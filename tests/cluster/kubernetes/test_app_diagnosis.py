@@ -278,6 +278,9 @@ def test_unscheduled_pods_wait_for_staging() -> None:
         "cannot be copied: the source holds 2.0 TiB, more than its capacity"
     )
     assert "there is no StagedDataset of that name" in diagnose(pods=pods, missing_data=["kits19"])
+    for claim in ('persistentvolumeclaim "voxlane-data" not found', "pod has unbound immediate PersistentVolumeClaims"):
+        early = [unscheduled(0, claim, labels=uses)]
+        assert "waiting for data kits19: staging at 40%" in diagnose(pods=early, data=[half])
     ready_data = {**half, "status": {"phase": "Ready"}}
     assert "3 nodes without its data" in diagnose(pods=pods[:1], data=[ready_data])
 

@@ -38,7 +38,8 @@ class Operator:
 
     def start(self, *more: str) -> None:
         command = [sys.executable, "-m", "voxlane", "operator", "run", "--image=voxlane:test", "--settle=0.5"]
-        command += [f"--namespace={self.cluster.namespace}", "--lost-after=1", "--retry=1", *more]
+        command += [f"--namespace={self.cluster.namespace}", "--lost-after=1", "--retry=1"]
+        command += ["--disk-reserve=0", *more]
         with open(self.log, "ab") as log:
             self.process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
 
@@ -137,7 +138,8 @@ def test_dataset_is_staged_survives_restarts_and_is_removed_when_unused(
     nodes = labelled(cluster, "kits")
     assert len(nodes) == 2
     assert ready_status["message"] == f"ready on {nodes[0]} and {nodes[1]}"
-    assert ready_status["hostPath"] == f"/var/lib/voxlane/datasets/{cluster.namespace}.kits"
+    folder = f"/var/lib/voxlane/namespaces/{cluster.namespace}"
+    assert ready_status["hostPath"] == f"{folder}/datasets/{cluster.namespace}.kits"
     term = ready_status["nodeAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"]["nodeSelectorTerms"][0]
     assert term["matchExpressions"][0]["key"] == node_label(cluster.namespace, "kits")
     for node in nodes:
@@ -177,7 +179,7 @@ def test_dataset_is_staged_survives_restarts_and_is_removed_when_unused(
     assert labelled(cluster, "kits") == []
     for node in nodes:
         assert not kubelet.disk(node, ready_status["hostPath"]).exists()
-        assert not [p for p in kubelet.disk(node, "/var/lib/voxlane/objects").rglob("*") if p.is_file()]
+        assert not [p for p in kubelet.disk(node, f"{folder}/objects").rglob("*") if p.is_file()]
     assert operator.kill(signal.SIGTERM) == 0
     assert operator.output.splitlines()[-1].endswith("ended; copies and removals continue at the next start")
 
@@ -253,14 +255,17 @@ def test_datasets_that_cannot_be_staged_are_explained(
     operator: Operator,
     add_node: Callable[..., None],
     emulator: Emulator,
+    s3_emulator: Bucket,
+    put: Put,
     source: str,
 ) -> None:
     add_node("node-a")
+    put(s3_emulator, OBJECTS)
     operator.start()
     create(cluster, "no-bucket", "gs://nowhere/d", emulator)
     create(cluster, "empty", "gs://bkt/nothing", emulator)
     create(cluster, "large", source, emulator, capacity="100Ki")
-    create(cluster, "no-secret", source, emulator, credentials={"secret": "keys"})
+    create(cluster, "no-secret", f"{s3_emulator.uri}/d", emulator, credentials={"secret": "keys"})
     create(cluster, "no-node", source, emulator, nodeSelector={"disk": "ssd"})
     create(cluster, "no-path", source, emulator, dataPath="/etc")
     expected = {
@@ -287,7 +292,8 @@ def test_datasets_that_cannot_be_staged_are_explained(
     with pytest.raises(Exception, match=r"spec\.source in body should match"):
         create(cluster, "bad", "http://x/y", emulator)
 
-    cluster.create({"apiVersion": "v1", "kind": "Secret", "metadata": {"name": "keys"}, "stringData": {"A": "b"}})
+    keys = {"AWS_ACCESS_KEY_ID": "k", "AWS_SECRET_ACCESS_KEY": "s"}
+    cluster.create({"apiVersion": "v1", "kind": "Secret", "metadata": {"name": "keys"}, "stringData": keys})
     cluster.patch(dataset_path(cluster, "large"), {"spec": {"capacity": "1Gi"}})
     cluster.patch(path_of("v1", "Node", None, "node-a"), {"metadata": {"labels": {"disk": "ssd"}}})
     for name in ("large", "no-secret", "no-node"):
@@ -334,7 +340,8 @@ def test_full_disk_evicts_unused_datasets(
     wait_for_phase(cluster, "two", "Ready")
     evicted = wait_for_phase(cluster, "one", "Evicted")
     assert evicted["message"] == "evicted from node-a to make room; it will be staged again when something uses it"
-    assert [p.name for p in (disk / "datasets").iterdir()] == [f"{cluster.namespace}.two"]
+    datasets = disk / "namespaces" / cluster.namespace / "datasets"
+    assert [p.name for p in datasets.iterdir()] == [f"{cluster.namespace}.two"]
     create(cluster, "huge", "gs://bkt/huge", emulator)
     wait_for(lambda: "node-a: the disk lacks" in status(cluster, "huge").get("message", ""))
     assert status(cluster, "two")["phase"] == "Ready"
@@ -372,7 +379,9 @@ def service_account(cluster: Cluster, namespace: str, name: str, template: Path,
 
 
 @pytest.mark.cluster
+@pytest.mark.parametrize("scope", ["all", "one"])
 def test_installation_runs_with_its_own_permissions_and_namespaces_can_be_deleted(
+    scope: str,
     cluster: Cluster,
     kubelet: Kubelet,
     operator: Operator,
@@ -385,6 +394,7 @@ def test_installation_runs_with_its_own_permissions_and_namespaces_can_be_delete
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     system = f"{cluster.namespace}-system"
+    serve = ["--serve", cluster.namespace] if scope == "one" else []
     account = {"name": "voxlane-operator", "namespace": system}
     cluster.create({"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": system}})
     cluster.create({"apiVersion": "v1", "kind": "ServiceAccount", "metadata": account})
@@ -399,7 +409,7 @@ def test_installation_runs_with_its_own_permissions_and_namespaces_can_be_delete
     assert "you may not patch Namespace voxlane-system" in capsys.readouterr().err
     monkeypatch.setenv("KUBECONFIG", str(kubeconfig))
 
-    assert main(["operator", "install", "-n", system, "--image", "voxlane:test"]) == 0
+    assert main(["operator", "install", "-n", system, "--image", "voxlane:test", "--disk-reserve", "0", *serve]) == 0
     assert f"Deployment voxlane-operator in {system}: created" in capsys.readouterr().out
     add_node("node-a")
     create(cluster, "kits", source, emulator)
@@ -424,7 +434,7 @@ def test_installation_runs_with_its_own_permissions_and_namespaces_can_be_delete
     assert labelled(cluster, "kits") == []
     assert main(["operator", "uninstall", "-n", system]) == 0
     output = capsys.readouterr().out
-    assert "ClusterRole voxlane-operator: removed" in output
+    assert f"ClusterRole voxlane-operator-{system}: removed" in output
     assert "CustomResourceDefinition" not in output
     assert "Namespace" not in output  # it existed before the installation
     assert cluster.serves(API_VERSION, "StagedDataset")

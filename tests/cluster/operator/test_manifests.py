@@ -14,14 +14,17 @@ from voxlane.cluster.kubernetes.operator.agent import check_links
 from voxlane.cluster.kubernetes.operator.crd import CRD
 from voxlane.cluster.kubernetes.operator.manifests import (
     CLUSTER_RULES,
+    NAMESPACE_RULES,
     REQUIRED_ACCESS,
     build_copier_permissions,
     build_event,
     build_manifests,
     build_pod,
+    build_volume,
 )
 from voxlane.cluster.kubernetes.operator.plan import StartPod
 from voxlane.cluster.kubernetes.operator.resource import InstallConfig
+from voxlane.cluster.kubernetes.pod_security import find_violations
 from voxlane.errors import ConfigError, DatasetError
 from voxlane.sizes import parse_bytes, parse_duration
 
@@ -30,7 +33,7 @@ SPECS: list[dict[str, Any]] = [
     {"source": "s3://b/p", "credentials": {"secret": "keys", "endpoint": "https://s3.lab:9000"}, "capacity": "2Gi"},
     {"source": "gcs://b/p", "credentials": {"secret": "keys", "file": "key.json"}},
     {"source": "az://c/p", "credentials": {"serviceAccount": "trainer"}, "timeout": "1h30m"},
-    {"source": "nfs://filer.lab/export/kits", "dataPath": "/var/lib/voxlane/nfs"},
+    {"source": "nfs://filer.lab/export/kits", "tolerations": [{"key": "gpu", "value": "a100", "effect": "NoExecute"}]},
 ]
 
 
@@ -44,8 +47,7 @@ def validate(*manifests: dict[str, Any]) -> None:
 def copier_for(spec: dict[str, Any]) -> dict[str, Any]:
     w = World()
     w.create("d", **spec)
-    start = StartPod("copy", "node-a", "u1", 0, (("nvidia.com/gpu", "NoSchedule"),))
-    return build_pod(w.read("d"), start, CONFIG)
+    return build_pod(w.read("d"), StartPod("copy", "node-a", "u1", 0), CONFIG)
 
 
 @pytest.mark.parametrize("spec", SPECS)
@@ -54,10 +56,12 @@ def test_pods_and_their_permissions_are_valid(spec: dict[str, Any]) -> None:
     w.create("d", **spec)
     dataset = w.read("d")
     assert dataset.problem == ""
-    pods = [copier_for(spec), build_pod(dataset, StartPod("remove", "node-a", "u1", 3), CONFIG)]
+    agents = (StartPod(role, "node-a", "u1", 3) for role in ("copy", "prepare", "remove"))
+    pods = [build_pod(dataset, agent, CONFIG) for agent in agents]
     validate(
         *pods,
         *build_copier_permissions(dataset),
+        *build_volume(dataset),
         build_event(dataset, True, "Failed", "message", "2026-01-01T00:00:00Z", "x1"),
     )
     for pod in pods:
@@ -65,13 +69,56 @@ def test_pods_and_their_permissions_are_valid(spec: dict[str, Any]) -> None:
         assert term["nodeSelectorTerms"][0]["matchFields"][0]["values"] == ["node-a"]
         assert pod["spec"]["restartPolicy"] == "Never"
         assert "privileged" not in str(pod)
-    assert pods[1]["metadata"]["namespace"] == "sys"
-    assert pods[1]["spec"]["automountServiceAccountToken"] is False
+        assert pod["spec"]["containers"][0]["command"][:4] == ["python3", "-I", "-m", "voxlane"]
+        assert pod["spec"]["containers"][0]["securityContext"]["readOnlyRootFilesystem"] is True
+    for pod in pods[1:]:
+        assert pod["metadata"]["namespace"] == "sys"
+        assert pod["spec"]["automountServiceAccountToken"] is False
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_a_namespace_that_enforces_restricted_admits_copiers(spec: dict[str, Any]) -> None:
+    """Such a namespace refuses hostPath volumes, with which its users could change the whole node."""
+    refused = ["volume source is of the type nfs"] if spec.get("source", "").startswith("nfs") else []
+    assert find_violations(copier_for(spec), "restricted") == refused
+    assert "hostPath" not in str(copier_for(spec))
+
+
+def test_agents_reach_only_the_folder_of_their_namespace() -> None:
+    w = World()
+    w.create("d")
+    volume, claim = build_volume(w.read("d"))
+    assert volume["spec"]["hostPath"]["path"] == "/var/lib/voxlane/namespaces/ns"
+    assert volume["spec"]["claimRef"]["namespace"] == claim["metadata"]["namespace"] == "ns"
+    assert claim["spec"]["volumeName"] == volume["metadata"]["name"]
+    remover = build_pod(w.read("d"), StartPod("remove", "node-a", "u1", 0), CONFIG)["spec"]
+    assert remover["securityContext"]["runAsNonRoot"] is True
+    (disk,) = (item["hostPath"]["path"] for item in remover["volumes"] if "hostPath" in item)
+    assert disk == "/var/lib/voxlane/namespaces/ns"
+
+
+def test_copies_of_earlier_versions_can_be_removed() -> None:
+    """They are in one folder for all namespaces, which root owns."""
+    w = World()
+    w.create("d")
+    w.datasets["d"]["status"] = {"hostPath": "/var/lib/voxlane/datasets/ns.d"}
+    dataset = w.read("d")
+    assert "where an earlier version of voxlane stored them. Delete the dataset and create it again" in dataset.problem
+    remover = build_pod(dataset, StartPod("remove", "node-a", "u1", 0), CONFIG)["spec"]
+    assert remover["securityContext"]["runAsUser"] == 0
+    (disk,) = (item["hostPath"]["path"] for item in remover["volumes"] if "hostPath" in item)
+    assert disk == "/var/lib/voxlane"
 
 
 def test_copier_gets_its_source_and_credentials() -> None:
     s3 = copier_for(SPECS[1])["spec"]["containers"][0]
-    assert s3["envFrom"] == [{"secretRef": {"name": "keys"}}]
+    assert "envFrom" not in s3
+    keys = {e["name"]: e["valueFrom"]["secretKeyRef"] for e in s3["env"] if "valueFrom" in e}
+    assert keys["AWS_ACCESS_KEY_ID"] == {"name": "keys", "key": "AWS_ACCESS_KEY_ID"}
+    assert keys["AWS_SESSION_TOKEN"] == {"name": "keys", "key": "AWS_SESSION_TOKEN", "optional": True}
+    assert all(name.startswith("AWS_") for name in keys)
+    names = [e["name"] for e in s3["env"]]
+    assert len(names) == len(set(names))
     assert {"name": "AWS_ENDPOINT_URL", "value": "https://s3.lab:9000"} in s3["env"]
     assert "--capacity=2147483648" in s3["args"]
     gcs = copier_for(SPECS[2])["spec"]
@@ -110,9 +157,19 @@ def test_installation_is_valid_and_its_permissions_cover_what_the_operator_check
     for verb, version, kind, subresource in REQUIRED_ACCESS:
         group = version.rpartition("/")[0]
         plural = plurals.get(kind, f"{kind.lower()}s") + (f"/{subresource}" if subresource else "")
-        rules = [r for r in CLUSTER_RULES if group in r["apiGroups"] and plural in r["resources"]]
+        rules = [r for r in (*CLUSTER_RULES, *NAMESPACE_RULES) if group in r["apiGroups"] and plural in r["resources"]]
         assert any(verb in r["verbs"] for r in rules), (verb, kind)
-    assert not [r for r in CLUSTER_RULES if "secrets" in r["resources"] or "*" in str(r)]
+    assert not [r for r in (*CLUSTER_RULES, *NAMESPACE_RULES) if "secrets" in r["resources"] or "*" in str(r)]
+    operator = manifests[-1]["spec"]["template"]
+    assert find_violations(operator, "restricted") == []
+    for serve, kinds in ((None, ["ClusterRoleBinding"]), ("team", ["RoleBinding", "RoleBinding"])):
+        bindings = [
+            (m["kind"], m["metadata"].get("namespace"))
+            for m in build_manifests(InstallConfig(image="v:1"), namespace="sys", serve=serve)
+            if m["kind"].endswith("Binding") and m["metadata"]["name"].endswith("-namespaced")
+        ]
+        assert [kind for kind, _ in bindings] == kinds
+        assert {namespace for _, namespace in bindings} == ({None} if serve is None else {"team", "sys"})
     with pytest.raises(ConfigError, match="Give --image"):
         build_manifests(InstallConfig(), namespace="x")
 
@@ -124,6 +181,7 @@ def test_rendering_needs_no_cluster(capsys: pytest.CaptureFixture[str], monkeypa
     assert main(["operator", "install", "--render", "--image", "v:1", "--data-path", "/mnt/ssd"]) == 0
     manifests = list(yaml.safe_load_all(capsys.readouterr().out))
     assert manifests[1] == CRD
+    assert "--disk-reserve=15%" in manifests[-1]["spec"]["template"]["spec"]["containers"][0]["args"]
     assert "--data-path=/mnt/ssd" in manifests[-1]["spec"]["template"]["spec"]["containers"][0]["args"]
     for command in (["install"], ["run"], ["uninstall"]):
         assert main(["operator", *command]) == 1
@@ -131,6 +189,11 @@ def test_rendering_needs_no_cluster(capsys: pytest.CaptureFixture[str], monkeypa
     for path in ("/", "data", "/a/../b"):
         assert main(["operator", "install", "--render", "--image", "v:1", "--data-path", path]) == 1
         assert "Give an absolute folder" in capsys.readouterr().err
+    inner = ["--data-path", "/mnt/ssd", "--data-path", "/mnt/ssd/namespaces/other"]
+    assert main(["operator", "install", "--render", "--image", "v:1", *inner]) == 1
+    assert "'/mnt/ssd/namespaces/other' is inside '/mnt/ssd'" in capsys.readouterr().err
+    assert main(["operator", "install", "--render", "--image", "v:1", "--disk-reserve", "lots"]) == 1
+    assert "'lots' is no part of a disk. Give one such as 15% or 50Gi" in capsys.readouterr().err
 
 
 def test_names_on_nodes_are_short_and_unique() -> None:

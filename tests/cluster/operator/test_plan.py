@@ -12,6 +12,7 @@ import pytest
 from tests.cluster.operator.world import CONFIG, World
 from voxlane.cluster.kubernetes.operator import plan as plans
 from voxlane.cluster.kubernetes.operator.plan import StartPod
+from voxlane.cluster.kubernetes.operator.resource import Taint
 from voxlane.cluster.kubernetes.operator.status import build_merge_patch
 
 
@@ -33,10 +34,16 @@ def test_finalizer_and_the_status_precede_the_first_pod() -> None:
     w.create("d")
     assert kinds(w.step("d")) == ["SetFinalizer", "PatchStatus", "RecordEvent", "StartPod"]
     assert w.phase("d") == "Staging"
-    assert w.status("d")["hostPath"] == "/var/lib/voxlane/datasets/ns.d"
+    assert w.status("d")["hostPath"] == "/var/lib/voxlane/namespaces/ns/datasets/ns.d"
+    claim = {"claimName": "voxlane-data", "readOnly": True}
+    assert w.status("d")["volume"] == {"persistentVolumeClaim": claim}
+    assert w.status("d")["subPath"] == "datasets/ns.d"
     assert kinds(w.step("d")) == []  # nothing changed
     w.run_pods()
-    assert kinds(w.step("d")) == ["SetNodeLabel", "PatchStatus", "RecordEvent", "DeletePod"]
+    assert kinds(w.step("d")) == ["StartPod"]
+    assert kinds(w.step("d")) == []
+    w.run_pods()
+    assert kinds(w.step("d")) == ["SetNodeLabel", "PatchStatus", "RecordEvent", "DeletePod", "DeletePod"]
     assert w.labelled("d") == ["a"]
     assert w.status("d")["ready"] == "1/1"
     assert w.status("d")["progress"] == "100%"
@@ -73,8 +80,8 @@ def test_nodes_with_less_data_are_chosen_first() -> None:
 def test_progress_covers_all_nodes() -> None:
     w = world("a", "b")
     w.create("d", replicas=2)
-    w.step("d")
-    for pod in w.pods.values():
+    w.start_copiers("d")
+    for pod in w.agent_pods():
         pod["status"]["phase"] = "Running"
     w.status("d")["nodes"]["a"] |= {"bytes": 60, "totalBytes": 100, "objects": 6, "totalObjects": 10}
     w.status("d")["nodes"]["b"] |= {"bytes": 20, "totalBytes": 100, "objects": 2, "totalObjects": 10}
@@ -95,7 +102,9 @@ def test_progress_covers_all_nodes() -> None:
         ({"timeout": "soon"}, "timeout: expected a duration such as 2h or 30m, got 'soon'"),
         ({"timeout": ""}, "timeout: expected a duration such as 2h or 30m, got ''"),
         ({"timeout": "0s"}, "timeout: expected a duration such as 2h or 30m, got '0s'"),
-        ({"dataPath": "/etc"}, "the operator does not allow /etc. Choose a folder at or below /var/lib/voxlane"),
+        ({"dataPath": "/etc"}, "the operator does not allow /etc. Choose from /var/lib/voxlane, or start the operator"),
+        ({"dataPath": "/var/lib/voxlane/objects"}, "the operator does not allow"),
+        ({"dataPath": "/var/lib/voxlane/namespaces/other"}, "the operator does not allow"),
         ({"dataPath": "/var/lib/voxlane/../../etc"}, "the operator does not allow"),
         ({"dataPath": "/var/lib/voxlane2"}, "the operator does not allow"),
         ({"credentials": {"file": "key.json"}}, "credentials.file needs credentials.secret"),
@@ -109,7 +118,7 @@ def test_invalid_spec_is_reported_and_nothing_is_created(spec: dict[str, Any], m
     assert message in w.status("d")["message"]
     assert w.events[0][1] == "Failed"
     assert kinds(w.step("d")) == []
-    w.edit("d", source="gs://b/d", capacity="1Gi", timeout="1h", dataPath="/var/lib/voxlane/x", credentials={})
+    w.edit("d", source="gs://b/d", capacity="1Gi", timeout="1h", dataPath="/var/lib/voxlane", credentials={})
     w.settle()
     assert w.phase("d") == "Ready"
 
@@ -126,12 +135,12 @@ def test_missing_image_and_a_long_name_are_reported() -> None:
 
 
 def test_data_path_cannot_change_while_data_is_staged() -> None:
-    w = world("a")
-    w.create("d", dataPath="/var/lib/voxlane/one")
+    w = world("a", data_paths=("/one", "/two"))
+    w.create("d", dataPath="/one")
     w.settle()
-    w.edit("d", dataPath="/var/lib/voxlane/two")
+    w.edit("d", dataPath="/two")
     w.step("d")
-    assert "differs from /var/lib/voxlane/one, where the data is staged" in w.status("d")["message"]
+    assert "differs from /one, where the data is staged" in w.status("d")["message"]
     w.delete("d")
     w.settle()
     assert w.datasets == {}
@@ -159,15 +168,59 @@ def test_too_few_nodes_are_explained(spec: dict[str, Any], message: str) -> None
     assert w.phase("d") == "Ready"
 
 
-def test_tainted_nodes_are_used_only_with_a_selector() -> None:
+def test_tainted_nodes_are_used_only_if_every_taint_is_named() -> None:
+    """A nodeSelector that matches a node, such as one of the control plane, is no reason to tolerate its taints."""
     w = World()
-    w.node("gpu", taints=(("nvidia.com/gpu", "NoSchedule"),), labels={"gpu": "yes"})
+    gpu, control = Taint("nvidia.com/gpu", "NoSchedule", "present"), Taint("node-role.kubernetes.io/control-plane", "x")
+    w.node("gpu", taints=(gpu,), labels={"gpu": "yes"})
+    w.node("control", taints=(gpu, control), labels={"gpu": "yes"})
+    for number, tolerations in enumerate(([], [{"key": "other"}], [{"key": gpu.key, "value": "absent"}])):
+        w.create(f"d{number}", nodeSelector={"gpu": "yes"}, tolerations=tolerations)
+        w.step(f"d{number}")
+        assert not w.agent_pods()
+        assert (
+            "there are nodes with the taint node-role.kubernetes.io/control-plane, which tolerations must name"
+            in (w.status(f"d{number}")["message"])
+        )
+    w.create("e", nodeSelector={"gpu": "yes"}, tolerations=[{"key": gpu.key, "effect": "NoSchedule"}])
+    w.settle()
+    assert w.labelled("e") == ["gpu"]
+    w.create("f", tolerations=[{"key": gpu.key, "operator": "Equal", "value": "present"}])
+    assert w.step("f").actions[-1] == StartPod("prepare", "gpu", w.nodes["gpu"].uid, 0)
+    (pod,) = w.agent_pods()
+    assert pod["spec"]["tolerations"] == [{"operator": "Equal", "key": gpu.key, "value": "present"}]
+
+
+def test_copier_starts_only_once_its_folder_is_made() -> None:
+    w = world("a")
     w.create("d")
+    assert [a.role for a in w.step("d").actions if isinstance(a, StartPod)] == ["prepare"]
+    w.run_pods(lambda _: {"reason": "Disk", "message": "a file or link is in its place"})
     w.step("d")
-    assert "nodes with taints are used only if a nodeSelector matches them" in w.status("d")["message"]
-    w.create("e", nodeSelector={"gpu": "yes"})
-    plan = w.step("e")
-    assert plan.actions[-1] == StartPod("copy", "gpu", w.nodes["gpu"].uid, 0, (("nvidia.com/gpu", "NoSchedule"),))
+    assert w.status("d")["message"] == "a: a file or link is in its place"
+    assert not w.agent_pods()
+    w.settle()
+    assert w.phase("d") == "Ready"
+
+
+def test_quota_evicts_only_datasets_of_the_same_namespace() -> None:
+    w = world("a")
+    for name in ("own", "others"):
+        w.create(name)
+        w.settle()
+    w.datasets["others"]["metadata"]["namespace"] = "other"
+    w.create("new")
+    w.step("new")
+    w.run_pods()
+    w.step("new")
+    w.run_pods(lambda _: {"reason": "Quota", "message": "over the quota", "lackingBytes": 150})
+    w.step("new")
+    assert (w.phase("new"), w.status("new")["nodes"]["a"]["phase"]) == ("Failed", "NoRoom")
+    assert "Removing" not in str(w.datasets["others"]["status"])
+    assert "Removing" not in str(w.datasets["own"]["status"])  # it alone would not free enough
+    w.datasets["others"]["metadata"]["namespace"] = "ns"
+    w.step("new")
+    assert "Removing" in str(w.datasets["others"]["status"])
 
 
 # -- failures ----------------------------------------------------------------------------------------------------------
@@ -256,7 +309,7 @@ def test_problems_of_a_pending_pod_are_reported() -> None:
 def test_malformed_results_are_ignored() -> None:
     w = world("a")
     w.create("d")
-    w.step("d")
+    w.start_copiers("d")
     (pod,) = w.agent_pods()
     ended = {"exitCode": 0, "message": '{"bytes": "many", "phase": "Evicted", "message": 3, "objects": 7}'}
     w.disks["a"]["ns.d"] = 100
@@ -392,6 +445,8 @@ def test_annotation_restages_the_source() -> None:
     w.create("d")
     w.settle()
     w.restage("d", "2")
+    w.step("d")
+    w.run_pods()
     w.step("d")
     assert w.agent_pods() == []  # a pod may be starting
     w.now += 6

@@ -106,7 +106,7 @@ class World:
         return read_dataset(self.datasets[name], self.config)
 
     def users(self, dataset: StagedDataset) -> list[DatasetUser]:
-        return read_users(list(self.pods.values()), dataset.host_path, use_label(dataset.name))
+        return read_users(list(self.pods.values()), dataset, use_label(dataset.name))
 
     def plan(self, name: str) -> plans.DatasetPlan:
         dataset = self.read(name)
@@ -140,7 +140,11 @@ class World:
                     "a node without a complete copy is labelled"
                 )
                 assert not present or self.revisions.get((node, dataset.key)) in (None, dataset.revision)
+            case plans.StartPod("prepare"):
+                self._create(build_pod(dataset, action, self.config))
             case plans.StartPod("copy", node):
+                prepared = [p for p in self.pods.values() if p["metadata"]["labels"].get(ROLE_LABEL) == "prepare"]
+                assert any(p["status"]["phase"] == "Succeeded" for p in prepared), "no folder was made for the copy"
                 revision = self.revisions.get((node, dataset.key), dataset.revision)
                 busy = [u for u in self.users(dataset) if u.node == node]
                 assert revision == dataset.revision or not busy, "data is replaced under a pod"
@@ -189,6 +193,8 @@ class World:
                 disk.pop(key, None)
                 self.revisions.pop((node, key), None)
                 result = {"bytes": 0}
+            elif result is None and pod["metadata"]["labels"][ROLE_LABEL] == "prepare":
+                result = {}
             elif result is None:
                 total = self.sizes[key]
                 lacking = total - disk.get(key, 0) - self.capacity.get(node, 1 << 60) + sum(disk.values())
@@ -202,6 +208,12 @@ class World:
             ended = {"exitCode": 1 if "reason" in result else 0, "message": json.dumps(result)}
             phase = "Failed" if "reason" in result else "Succeeded"
             pod["status"] = {"phase": phase, "containerStatuses": [{"state": {"terminated": ended}}]}
+
+    def start_copiers(self, name: str) -> None:
+        """Run the operator and the pods until the copiers of a dataset have started."""
+        self.step(name)
+        self.run_pods()
+        self.step(name)
 
     def settle(self, *, patience_s: float = 60.0, rounds: int = 120) -> None:
         """Run the operator and the pods until nothing has happened for `patience_s`."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import multiprocessing
 import os
 import shutil
@@ -16,7 +17,15 @@ import pytest
 
 from tests.conftest import Bucket
 from tests.store.staging.killed import stage_and_signal
-from voxlane.errors import CacheError, ChangedError, ConfigError, NoRoomError, StoreError, TooLargeError
+from voxlane.errors import (
+    CacheError,
+    ChangedError,
+    ConfigError,
+    NoRoomError,
+    OverQuotaError,
+    StoreError,
+    TooLargeError,
+)
 from voxlane.store import Store, StoreConfig
 from voxlane.store.staging import SourceListing, StagingProgress, list_copies, list_source, local_store, remove, stage
 from voxlane.store.staging.copying import ObjectCopier
@@ -358,6 +367,45 @@ def test_full_disk_keeps_complete_objects(gcs: Bucket, tmp_path: Path, monkeypat
     done = stage(source, tmp_path, config=gcs.config)
     assert done.copied == 150
     assert read_files(done.folder) == objects
+
+
+def test_quota_counts_everything_below_the_root_once(gcs: Bucket, tmp_path: Path) -> None:
+    objects = {name: content("same", 1 << 20) for name in "ab"}  # one content, linked twice
+    done = stage(fill(gcs, objects=objects), tmp_path, config=gcs.config, name="one")
+    used = StagingRoot(tmp_path).measure_bytes()
+    assert 1 << 20 <= used < 2 << 20
+    other = fill(gcs, "other", {"c": content("c", 1 << 20)})
+    with pytest.raises(OverQuotaError, match=r"other: the 1\.0 MiB still to be copied exceed the quota of") as raised:
+        stage(other, tmp_path, config=gcs.config, name="two", quota_bytes=used + (1 << 20) - 4096)
+    assert raised.value.lacking_bytes >= 4096
+    assert [copy.name for copy in list_copies(tmp_path)] == ["one"]
+    assert stage(other, tmp_path, config=gcs.config, name="two", quota_bytes=used + (2 << 20)).copied == 1
+    # What is there already stays usable, even if the quota is lowered.
+    assert stage(f"{gcs.uri}/src", tmp_path, config=gcs.config, name="one", quota_bytes=1).folder == done.folder
+
+
+def test_disk_keeps_room_for_files(gcs: Bucket, tmp_path: Path) -> None:
+    source = fill(gcs, objects={"a": b"1", "b": b"2"})
+    free = os.statvfs(tmp_path).f_favail
+    if not free:
+        pytest.skip("this file system does not limit the number of files")
+    with pytest.raises(NoRoomError, match=r"more files, but 2 are still to be copied and \d+ must stay free"):
+        stage(source, tmp_path, config=gcs.config, reserve_files=free + 1000)
+    assert list_copies(tmp_path) == []
+
+
+def test_copy_stops_when_other_programs_use_up_the_reserve(
+    gcs: Bucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a node, the kubelet would evict pods next."""
+    source = fill(gcs)
+    usage = shutil.disk_usage(tmp_path)
+    free = itertools.chain([2 << 30], itertools.repeat(100 << 20))
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=next(free)))
+    with pytest.raises(NoRoomError, match=r"other programs fill the disk: 100\.0 MiB are free, 1\.0 GiB must be"):
+        stage(source, tmp_path, config=gcs.config, reserve_bytes=1 << 30)
+    monkeypatch.undo()
+    assert stage(source, tmp_path, config=gcs.config).objects == len(OBJECTS)
 
 
 def test_unusable_folders_and_names_are_refused(gcs: Bucket, tmp_path: Path) -> None:

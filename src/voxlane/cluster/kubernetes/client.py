@@ -31,7 +31,8 @@ FIELD_MANAGER = "voxlane"
 _JSON = "application/json"
 
 CLUSTER_WIDE = {
-    *("ClusterRole", "ClusterRoleBinding", "ClusterTrainingRuntime", "CustomResourceDefinition", "Namespace", "Node")
+    *("ClusterRole", "ClusterRoleBinding", "ClusterTrainingRuntime", "CustomResourceDefinition", "Namespace", "Node"),
+    "PersistentVolume",
 }
 
 

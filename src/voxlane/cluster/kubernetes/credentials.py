@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Collection
 from typing import Annotated, Any
 
 import pydantic
@@ -13,13 +14,20 @@ FOLDER = "/voxlane/credentials"
 """Folder in which a Secret's file is mounted."""
 _ENDPOINTS = {"s3": "AWS_ENDPOINT_URL", "gs": "STORAGE_EMULATOR_HOST", "az": "AZURE_STORAGE_ENDPOINT"}
 _VARIABLES = {
-    "s3": ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "AWS_REGION", "AWS_DEFAULT_REGION"),
+    "s3": (
+        *("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "AWS_REGION", "AWS_DEFAULT_REGION"),
+        "AWS_ENDPOINT_URL",
+    ),
     "az": (
         *("AZURE_STORAGE_ACCOUNT", "AZURE_STORAGE_KEY", "AZURE_STORAGE_SAS_TOKEN"),
         *("AZURE_CLIENT_ID", "AZURE_CLIENT_SECRET", "AZURE_TENANT_ID"),
     ),
     "gs": (),
 }
+"""Variables that the stores read, by the scheme of the URI. A copier gets no others of a tenant's Secret: PYTHONPATH or
+LD_PRELOAD would run code in it."""
+REQUIRED_VARIABLES = {"s3": ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"), "az": ("AZURE_STORAGE_ACCOUNT",)}
+"""Variables that a Secret must have, by the scheme of the URI."""
 NAME = r"^[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?$"
 KEY = r"^[-A-Za-z0-9_.]{1,253}$"
 SERVER = r"^https?://[^/\s@]+[^\s@]*$"
@@ -52,7 +60,7 @@ class Credentials:
 
     secret: ObjectName | None = None
     """Name of a Secret in the same namespace whose keys are environment variables: AWS_ACCESS_KEY_ID and
-    AWS_SECRET_ACCESS_KEY, or AZURE_STORAGE_ACCOUNT and AZURE_STORAGE_KEY."""
+    AWS_SECRET_ACCESS_KEY, or AZURE_STORAGE_ACCOUNT and AZURE_STORAGE_KEY. Pods that stage data get no others."""
     file: SecretKey | None = None
     """Key of the Secret that holds the JSON file of a Google service account, such as key.json."""
     service_account: ObjectName | None = None
@@ -85,3 +93,26 @@ class Credentials:
         elif self.secret:
             parts["envFrom"].append({"secretRef": {"name": self.secret}})
         return parts
+
+    def allowed_pod_parts(self, scheme: str) -> dict[str, list[dict[str, Any]]]:
+        """Return `pod_parts` for URIs of a scheme, with only the variables of the Secret that the stores read."""
+        parts = self.pod_parts(scheme)
+        parts["envFrom"] = []
+        if self.secret and not self.file:
+            names = {variable["name"] for variable in parts["env"]}
+            parts["env"] += self.list_secret_variables(scheme, required=True, exclude=names)
+        return parts
+
+    def list_secret_variables(
+        self, *schemes: str, required: bool = False, exclude: Collection[str] = ()
+    ) -> list[dict[str, Any]]:
+        """Return a variable for each key that the Secret for URIs of these schemes (default: all) may hold, except
+        those in `exclude`. With `required`, a pod does not start without the keys that the stores cannot do without."""
+        needed = {name for scheme in schemes for name in REQUIRED_VARIABLES.get(scheme, ())} if required else set()
+        variables = []
+        for name in self.variables(*schemes):
+            if name not in exclude:
+                optional = {} if name in needed else {"optional": True}
+                reference = {"name": self.secret, "key": name, **optional}
+                variables.append({"name": name, "valueFrom": {"secretKeyRef": reference}})
+        return variables

@@ -309,7 +309,7 @@ class _VolumeConverter:
         if self.volume.get("accessMode") not in (None, "ReadOnlyMany"):
             self.warn("accessMode", "left out; copies are for reading only, on any number of nodes")
         if self.volume.get("tolerations"):
-            self.warn("tolerations", "left out; copies go to nodes without taints that keep pods away")
+            self.warn("tolerations", "left out; name the taints of nodes that may hold copies in spec.tolerations")
         if self.option("distributionStrategy"):
             self.warn("distributionStrategy", "left out; every node gets the whole source, not a part of it")
         if self.option("resync").lower() not in ("", "false", "0", "f"):

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Literal
 
 from voxlane import uri as uris
-from voxlane.errors import CacheError, NoRoomError, TooLargeError, VoxlaneError
+from voxlane.errors import CacheError, NoRoomError, OverQuotaError, TooLargeError, VoxlaneError
 from voxlane.sizes import format_bytes
 from voxlane.store import Store, StoreConfig
 from voxlane.store.staging import local_store
@@ -104,6 +104,8 @@ def stage(
     progress: Callable[[StagingProgress], None] | None = None,
     verify: bool = False,
     reserve_bytes: int = RESERVE_BYTES,
+    reserve_files: int = 0,
+    quota_bytes: int | None = None,
 ) -> StagingReport:
     """Make `root/datasets/name` hold the objects below `source` as they are now.
 
@@ -116,7 +118,10 @@ def stage(
     origin: URI of the source in the records if it is read through a mount, such as nfs://SERVER/PATH.
     progress: called on this thread about ten times a second; an exception from it stops the copy.
     verify: read existing files and compare checksums, instead of comparing only sizes and modification times.
-    reserve_bytes: bytes to leave free; raise NoRoomError before copying anything if the disk is too small.
+    reserve_bytes: bytes to leave free; raise NoRoomError before copying anything if the disk is too small, and later if
+    other programs use them up.
+    reserve_files: number of files (inodes) that the disk must have room for afterwards, besides these bytes.
+    quota_bytes: raise OverQuotaError before copying anything if everything below root would become larger.
 
     Raise ChangedError if an object changes while it is copied. The size of every object is checked; over plain http,
     where no TLS protects the transfer, so is the MD5 if the etag is one.
@@ -145,8 +150,9 @@ def stage(
             if update.missing:
                 update.link_shared()
             if update.missing:
-                update.check_disk_space(reserve_bytes)
-                copier.run(update.missing, partial(update.report, "copying"))
+                update.check_quota(quota_bytes)
+                update.check_disk_space(reserve_bytes, reserve_files)
+                copier.run(update.missing, partial(update.report_copying, reserve_bytes))
             update.declare_complete()
         except OSError as error:
             if isinstance(error, VoxlaneError) or error is update.progress_error:
@@ -201,6 +207,19 @@ class _CopyUpdate:
         except OSError as error:
             self.progress_error = error
             raise
+
+    def report_copying(self, reserve_bytes: int, objects: int, arrived: int) -> None:
+        """Report objects and bytes that have arrived. Raise NoRoomError if other programs use up the reserve: a part of
+        it may be used by the records of the file system."""
+        free = shutil.disk_usage(self.folder).free
+        if free < reserve_bytes - RESERVE_BYTES // 2:
+            raise NoRoomError(
+                f"other programs fill the disk: {format_bytes(free)} are free, {format_bytes(reserve_bytes)} must be",
+                uri=str(self.root.root),
+                fix="Free some disk space and stage again to resume",
+                lacking_bytes=max(reserve_bytes + self.missing_bytes - arrived - free, 1),
+            )
+        self.report("copying", objects, arrived)
 
     def _add(self, entry: ManifestEntry) -> None:
         self.entries.append(entry)
@@ -287,13 +306,47 @@ class _CopyUpdate:
                     available[(f"{origin.source}/{entry.name}", entry.etag, entry.size)] = entry
         return available
 
-    def check_disk_space(self, reserve_bytes: int) -> None:
-        """Raise NoRoomError if the disk has too little free space."""
-        required = sum(-(-item.size // BLOCK_BYTES) * BLOCK_BYTES for item in self.missing)
+    @property
+    def _required_bytes(self) -> int:
+        """Bytes of the disk that the missing objects will occupy."""
+        return sum(-(-item.size // BLOCK_BYTES) * BLOCK_BYTES for item in self.missing)
+
+    def check_quota(self, quota_bytes: int | None) -> None:
+        """Raise OverQuotaError if everything below the root would become larger than its quota."""
+        if quota_bytes is None:
+            return
+        lacking = self.root.measure_bytes() + self._required_bytes - quota_bytes
+        if lacking > 0:
+            self._discard_empty()
+            raise OverQuotaError(
+                f"the {format_bytes(self._required_bytes)} still to be copied exceed the quota of "
+                f"{format_bytes(quota_bytes)} by {format_bytes(lacking)}",
+                uri=self.origin.source,
+                fix="Remove other copies, or ask the administrator for a larger quota",
+                lacking_bytes=lacking,
+            )
+
+    def _discard_empty(self) -> None:
+        """Remove the folder of a copy that has no objects and will get none."""
+        if not self.entries:
+            shutil.rmtree(self.folder)
+
+    def check_disk_space(self, reserve_bytes: int, reserve_files: int) -> None:
+        """Raise NoRoomError if the disk has too little free space, or room for too few files."""
+        required = self._required_bytes
+        disk = os.statvfs(self.folder)
+        if disk.f_files and disk.f_favail < len(self.missing) + reserve_files:
+            self._discard_empty()
+            raise NoRoomError(
+                f"the disk has room for {disk.f_favail} more files, but {len(self.missing)} are still to be copied and "
+                f"{reserve_files} must stay free",
+                uri=str(self.root.root),
+                fix="Remove files, or choose a folder on another disk",
+                lacking_bytes=1,
+            )
         lacking = required + reserve_bytes - shutil.disk_usage(self.folder).free
         if lacking > 0:
-            if not self.entries:
-                shutil.rmtree(self.folder)
+            self._discard_empty()
             raise NoRoomError(
                 f"the disk lacks {format_bytes(lacking)} for the {format_bytes(required)} still to be copied"
                 + (f" and the {format_bytes(reserve_bytes)} to be left free" if reserve_bytes else ""),

@@ -201,6 +201,16 @@ class StagingRoot:
             raise
         return True
 
+    def measure_bytes(self) -> int:
+        """Return the bytes of the disk that everything below the root occupies; linked files count once."""
+        sizes: dict[int, int] = {}
+        for folder, _, names in os.walk(self.root):
+            for name in names:
+                with contextlib.suppress(FileNotFoundError):
+                    status = os.lstat(f"{folder}/{name}")
+                    sizes[status.st_ino] = status.st_blocks * 512
+        return sum(sizes.values())
+
     def remove_unreferenced(self) -> int:
         """Remove contents that no copy uses; return the number of bytes freed."""
         freed = 0

@@ -22,6 +22,7 @@ from voxlane import settings
 from voxlane.cluster import commands
 from voxlane.cluster.kubernetes.app.k8s import BOARD, WORKLOADS
 from voxlane.cluster.kubernetes.credentials import Credentials, matching
+from voxlane.cluster.kubernetes.names import DATA_PATH
 from voxlane.errors import ConfigError
 from voxlane.redaction import holds_known_secret, holds_secret, is_secret_field, looks_secret
 from voxlane.settings import record
@@ -33,8 +34,6 @@ SpaceCheck = Callable[[Mapping[str, Any], str], object]
 Template = Literal["jobset", "rayjob", "trainjob", "tensorboard"]
 REPLICATED_JOB = "node"
 """Name of an app's only replicated job, as in Trainer's own runtimes; part of every pod's name."""
-DATA_PATH = "/var/lib/voxlane"
-"""Default folder for staged data on the nodes' disks."""
 _MAX_LABEL_LENGTH = 63
 _MAX_RAYJOB_LENGTH = 47
 """Longest name of a RayJob that KubeRay's webhook accepts."""
@@ -196,7 +195,7 @@ class Stage:
     path: str | None = None
     """Path of the data in pods; null: /data/NAME."""
     data_path: str = DATA_PATH
-    """Folder for the data on the nodes' disks."""
+    """Folder for the data on the nodes' disks: one of those that the operator allows."""
     timeout: Duration | None = None
     """Maximum time for a node's copy, such as 30m or 2h."""
     keep: bool = False
@@ -274,7 +273,10 @@ class App:
     node_selector: dict[Key, Label] = pydantic.Field(default_factory=dict)
     """Labels of the nodes to run on."""
     tolerations: tuple[Toleration, ...] = ()
-    """Taints of nodes that pods tolerate."""
+    """Taints of nodes that pods, and the pods that stage their data, tolerate."""
+    user: int | None = pydantic.Field(default=1000, ge=0)
+    """User and group id that pods run as; null: the user of the image, which must be a number. Namespaces that enforce
+    the Pod Security level restricted refuse 0 (root)."""
     queue: ObjectName | None = None
     """Name of Kueue's LocalQueue; null: the app starts at once."""
     priority_class: ObjectName | None = None
@@ -453,6 +455,8 @@ def _check_stage(app: App) -> None:
     for field, values in (("name", names), ("path", mounts)):
         if duplicates := [value for value in values if values.count(value) > 1]:
             raise ValueError(f"stage: two of them have the {field} {duplicates[0]}")
+    if any(stage.source for stage in app.stage) and not all(toleration.key for toleration in app.tolerations):
+        raise ValueError("tolerations: with staged data, each must have the key of a taint")
     for stage in app.stage:
         if stage.replicas is not None and stage.replicas < app.nodes:
             nodes = f"{stage.replicas} nodes, but the app runs on {app.nodes}"

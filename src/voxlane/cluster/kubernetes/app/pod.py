@@ -13,7 +13,8 @@ from typing import Any
 from voxlane.cluster import commands
 from voxlane.cluster.kubernetes.app import k8s
 from voxlane.cluster.kubernetes.app.config import App, Resources, find_staged_copy, format_overrides, parse_cores
-from voxlane.cluster.kubernetes.names import node_key, node_label, use_label
+from voxlane.cluster.kubernetes.names import claim_name, copy_path, node_label, use_label
+from voxlane.cluster.kubernetes.pod_security import CONTAINER_SECURITY, SECCOMP
 
 Manifest = dict[str, Any]
 CONFIG_FOLDER = "/voxlane/config"
@@ -161,12 +162,15 @@ def build_volumes(
     if app.shared_memory:
         volumes.append({"name": "shared-memory", "emptyDir": {"medium": "Memory", "sizeLimit": app.shared_memory}})
         mounts.append({"name": "shared-memory", "mountPath": "/dev/shm"})
+    names: dict[str, str] = {}  # of volumes, by their claims
     for number, stage in enumerate(app.stage):
-        path = f"{stage.data_path.rstrip('/')}/datasets/{node_key(app.namespace or 'default', stage.name)}"
-        # Type Directory: without the data, the pod waits with a warning, instead of reading an empty folder.
-        volumes.append({"name": f"data-{number}", "hostPath": {"path": path, "type": "Directory"}})
-        mounts.append({"name": f"data-{number}", "mountPath": stage.mount, "readOnly": True})
-    return volumes, mounts
+        # The claim of the namespace: a volume of the type hostPath could be any folder of the node.
+        claim = claim_name(stage.data_path.rstrip("/"))
+        names[claim] = names.get(claim) or f"data-{number}"
+        mount = {"name": names[claim], "mountPath": stage.mount, "readOnly": True}
+        mounts.append(mount | {"subPath": copy_path(app.namespace or "default", stage.name)})
+    claims = {name: {"claimName": claim, "readOnly": True} for claim, name in names.items()}
+    return [*volumes, *({"name": name, "persistentVolumeClaim": claim} for name, claim in claims.items())], mounts
 
 
 def build_pod_spec(
@@ -191,11 +195,23 @@ def build_pod_spec(
         **drop_empty({"envFrom": app.credentials.pod_parts(*list_bucket_schemes(app))["envFrom"]}),
         # The last lines of a crash then become part of the pod's status, and outlive its log.
         "terminationMessagePolicy": "FallbackToLogsOnError",
-        "securityContext": {"allowPrivilegeEscalation": False},
+        "securityContext": CONTAINER_SECURITY,
         **container_fields,
         **drop_empty({"resources": resources, "volumeMounts": mounts}),
     }
-    return {**fields, "containers": [container], **drop_empty({"volumes": volumes})}
+    return {
+        **fields,
+        "securityContext": build_security(app),
+        "containers": [container],
+        **drop_empty({"volumes": volumes}),
+    }
+
+
+def build_security(app: App) -> dict[str, Any]:
+    """Return the security context of a pod."""
+    is_root = app.user == 0
+    users = {} if app.user is None else {"runAsUser": app.user, "runAsGroup": app.user}
+    return {**({} if is_root else {"runAsNonRoot": True}), **users, "seccompProfile": SECCOMP}
 
 
 # -- placement ---------------------------------------------------------------------------------------------------------

@@ -255,13 +255,17 @@ _NODE_LABELS = re.compile("node affinity|node selector|NodeAffinity")
 
 def explain_unschedulable(message: str, pod: Object, snapshot: AppSnapshot) -> PodProblem:
     """Explain the scheduler's message: which resource is missing, compared with what the nodes have."""
-    reasons = parse_scheduler_message(message)
+    reasons, missing_data = (
+        parse_scheduler_message(message),
+        describe_missing_data(snapshot, k8s.list_used_datasets(pod)),
+    )
+    if missing_data and "persistentvolumeclaim" in message.lower():  # the operator makes it with the first copy
+        return PodProblem("data", missing_data)
     if not reasons:
         explanation = "the cluster has no nodes" if "no nodes available" in message else _shorten(message)
         return PodProblem("node", f"cannot be scheduled: {explanation}")
     insufficient = any(reason.startswith("Insufficient") for _, reason in reasons)
     no_match = any(_NODE_LABELS.search(reason) for _, reason in reasons)
-    missing_data = describe_missing_data(snapshot, k8s.list_used_datasets(pod))
     if no_match and missing_data and not insufficient:
         return PodProblem("data", missing_data)
     reasons.sort(key=lambda item: not item[1].startswith("Insufficient"))

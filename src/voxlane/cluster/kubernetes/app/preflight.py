@@ -17,7 +17,9 @@ from voxlane.cluster.kubernetes.app.pod import build_resources, list_bucket_sche
 from voxlane.cluster.kubernetes.app.pod_diagnosis import format_quantity, get_allocatable, parse_quantity
 from voxlane.cluster.kubernetes.app.snapshot import find_kueue_version, run_permitted
 from voxlane.cluster.kubernetes.client import Cluster, path_of, plural_of
-from voxlane.cluster.kubernetes.names import API_VERSION
+from voxlane.cluster.kubernetes.credentials import REQUIRED_VARIABLES
+from voxlane.cluster.kubernetes.names import API_VERSION, node_folder
+from voxlane.cluster.kubernetes.pod_security import find_violations, get_enforced_level, list_pod_templates
 from voxlane.errors import ClusterError, ForbiddenError
 
 _APPLY = "kubectl apply --server-side -f https://github.com/kubernetes-sigs/{}/releases/latest/download/manifests.yaml"
@@ -32,8 +34,6 @@ INSTALL_COMMANDS = {
 """Commands that install the kinds that a plain cluster lacks."""
 _REGISTRY_KEY = ".dockerconfigjson"
 """Key of a Secret that holds credentials for pulling images."""
-_REQUIRED_KEYS = {"s3": ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"), "az": ("AZURE_STORAGE_ACCOUNT",)}
-"""Keys that the Secret of the credentials must have, by the scheme of the buckets that the app names."""
 _PRIORITY_CLASSES = "/apis/scheduling.k8s.io/v1/priorityclasses"
 
 
@@ -56,7 +56,7 @@ def list_secrets(app: App) -> dict[str, set[str]]:
     name, file = app.credentials.secret, app.credentials.file
     # The variables of a TrainJob are optional, because they name each key that the Secret may have.
     if name and (file or app.template != "trainjob" or any(stage.source for stage in app.stage)):
-        variables = {key for scheme in list_bucket_schemes(app) for key in _REQUIRED_KEYS.get(scheme, ())}
+        variables = {key for scheme in list_bucket_schemes(app) for key in REQUIRED_VARIABLES.get(scheme, ())}
         secrets[name] |= {file} if file else variables
     if app.pull_secret:
         secrets[app.pull_secret].add(_REGISTRY_KEY)
@@ -84,10 +84,13 @@ def check(cluster: Cluster, app: App, manifests: Sequence[Object], *, nodes: boo
 def _collect_findings(cluster: Cluster, app: App, manifests: Sequence[Object], *, nodes: bool) -> list[Finding]:
     namespace = cluster.namespace
     try:
-        if cluster.find(path_of("v1", "Namespace", None, namespace)) is None:
+        existing = cluster.find(path_of("v1", "Namespace", None, namespace))
+        if existing is None:
             return [Finding(f"namespace {namespace} does not exist", f"Run: kubectl create namespace {namespace}")]
+        security = check_pod_security(get_enforced_level(existing), app, manifests)
     except ForbiddenError:
-        pass  # users of one namespace may not read namespaces; the other checks fail if it does not exist
+        # Users of one namespace may not read namespaces; the other checks fail if it does not exist.
+        security = [Finding("Pod Security was not checked: you may not read the namespace", is_note=True)]
     kinds = {manifest["kind"]: manifest["apiVersion"] for manifest in manifests}
     tasks: dict[str, Callable[[], list[Finding]]] = {
         f"kind {kind}": partial(_check_kind, cluster, version, kind) for kind, version in kinds.items()
@@ -114,7 +117,27 @@ def _collect_findings(cluster: Cluster, app: App, manifests: Sequence[Object], *
     results, forbidden = run_permitted(tasks)
     for name in forbidden:
         results[name] = [Finding(f"{name} was not checked: you may not read it", is_note=True)]
-    return [finding for name in sorted(results) for finding in results[name]]
+    return [*security, *(finding for name in sorted(results) for finding in results[name])]
+
+
+def check_pod_security(level: str, app: App, manifests: Sequence[Object]) -> list[Finding]:
+    """Return what a namespace that enforces a level would refuse about the pods of an app and of its data. Pure."""
+    if level == "privileged":
+        return []
+    findings = [Finding(f"the namespace enforces the Pod Security level {level}", is_note=True)]
+    for manifest in manifests:
+        title = k8s.title_of(manifest)
+        refused = [line for template in list_pod_templates(manifest) for line in find_violations(template, level)]
+        if refused:
+            fix = "Set user in app.yaml to the id of a user other than root" if app.user == 0 else ""
+            reasons = "; ".join(dict.fromkeys(refused))
+            findings.append(Finding(f"the namespace would refuse the pods of {title}: {reasons}", fix))
+        if manifest["kind"] == "StagedDataset" and level == "restricted":
+            source = str(k8s.spec(manifest).get("source"))
+            if source.startswith("nfs://"):
+                message = f"the namespace would refuse the pods that copy {title}: volume source is of the type nfs"
+                findings.append(Finding(message, f"Copy {source} to a bucket, or to a PersistentVolume of your own"))
+    return findings
 
 
 def _check_kind(cluster: Cluster, version: str, kind: str) -> list[Finding]:
@@ -152,8 +175,8 @@ def _check_data(cluster: Cluster, stage: Stage, app: App) -> list[Finding]:
         fix = f"Run: kubectl patch sds {name} -n {cluster.namespace} --type merge -p '{patch}'"
         problems.append(Finding(message, f"{fix}, or give the data another name in app.yaml"))
     actual_path = str(k8s.status(dataset).get("hostPath") or spec.get("dataPath") or "")
-    paths = (actual_path, f"{stage.data_path.rstrip('/')}/datasets/")
-    actual_root, mounted_root = (path.partition("/datasets/")[0] for path in paths)
+    actual_root = actual_path.partition("/datasets/")[0].removesuffix(node_folder("", cluster.namespace))
+    mounted_root = stage.data_path.rstrip("/")
     if actual_root and actual_root != mounted_root:
         message = f"StagedDataset {name} is below {actual_root}, but the app expects it below {mounted_root}"
         problems.append(Finding(message, f"Give data_path: {actual_root} with it in app.yaml"))

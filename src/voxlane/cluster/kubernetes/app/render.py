@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 import shlex
@@ -17,6 +18,7 @@ from voxlane.cluster.kubernetes.app.config import REPLICATED_JOB, App, Resources
 from voxlane.cluster.kubernetes.app.k8s import APP_LABEL, BOARD
 from voxlane.cluster.kubernetes.app.pod import Manifest
 from voxlane.cluster.kubernetes.names import API_VERSION
+from voxlane.cluster.kubernetes.pod_security import CONTAINER_SECURITY
 from voxlane.errors import ConfigError
 
 RAY_VERSION = "2.60.0"
@@ -77,6 +79,7 @@ def _render_data(app: App, stage: Stage) -> Manifest:
         "source": stage.source,
         "replicas": stage.replicas or (app.nodes if not stage.node_selector else None),
         "nodeSelector": dict(selector),
+        "tolerations": _list_data_tolerations(app),
         "capacity": stage.capacity,
         "dataPath": stage.data_path,
         "credentials": pod.drop_empty(credentials),
@@ -89,6 +92,15 @@ def _render_data(app: App, stage: Stage) -> Manifest:
         "metadata": pod.build_metadata(app, stage.name, pod.build_labels(app, "data")),
         "spec": pod.drop_empty(spec),
     }
+
+
+def _list_data_tolerations(app: App) -> list[dict[str, Any]]:
+    """Return the taints of nodes that may hold data: those that the app names, and that of its GPUs, which the cluster
+    itself adds only to pods that request GPUs."""
+    named = [pod.drop_empty(dataclasses.asdict(toleration)) for toleration in app.tolerations]
+    if app.device == "gpu" and not any(toleration["key"] == app.gpu_resource for toleration in named):
+        named.append({"key": app.gpu_resource, "operator": "Exists"})
+    return named
 
 
 class _Dumper(yaml.SafeDumper):  # type: ignore[misc]
@@ -248,12 +260,10 @@ def _build_submitter(app: App) -> dict[str, Any]:
         "image": app.image,
         "imagePullPolicy": "IfNotPresent",
         "resources": pod.build_resources(app, SUBMITTER_RESOURCES, devices=False),
-        "securityContext": {"allowPrivilegeEscalation": False},
+        "securityContext": CONTAINER_SECURITY,
     }
-    return {
-        "metadata": {"labels": pod.build_labels(app, "job")},
-        "spec": {"restartPolicy": "Never", **pod.build_identity(app), "containers": [container]},
-    }
+    spec = {"restartPolicy": "Never", **pod.build_identity(app), "securityContext": pod.build_security(app)}
+    return {"metadata": {"labels": pod.build_labels(app, "job")}, "spec": {**spec, "containers": [container]}}
 
 
 # -- TrainJob ----------------------------------------------------------------------------------------------------------
@@ -261,19 +271,19 @@ def _build_submitter(app: App) -> dict[str, Any]:
 
 def _render_trainjob(app: App) -> Manifest:
     """Return a TrainJob of Kubeflow Trainer: its runtime creates the JobSet and decides how often it restarts."""
-    credentials = app.credentials
-    secret_keys: list[str] = []
+    credentials, env = app.credentials, pod.build_environment(app)
     if credentials.secret and not credentials.file:  # a variable for each key, because a TrainJob has no envFrom
-        secret_keys = credentials.variables(*pod.list_bucket_schemes(app))
-    references = [{"name": credentials.secret, "key": key, "optional": True} for key in secret_keys]
-    secret_env = [{"name": reference["key"], "valueFrom": {"secretKeyRef": reference}} for reference in references]
+        names = {variable["name"] for variable in env}
+        env += credentials.list_secret_variables(*pod.list_bucket_schemes(app), exclude=names)
     volumes, mounts = pod.build_volumes(app)
+    container = {"name": REPLICATED_JOB, "securityContext": CONTAINER_SECURITY}
     template = {
         "metadata": pod.build_pod_metadata(app),
         "spec": {
             "terminationGracePeriodSeconds": app.grace_s,
             **pod.build_placement(app, pod.build_selector(app, "job")),
-            **({"containers": [{"name": REPLICATED_JOB, "volumeMounts": mounts}]} if mounts else {}),
+            "securityContext": pod.build_security(app),
+            "containers": [container | pod.drop_empty({"volumeMounts": mounts})],
             **pod.drop_empty({"volumes": volumes}),
         },
     }
@@ -291,7 +301,7 @@ def _render_trainjob(app: App) -> Manifest:
                 "image": app.image,
                 # The runtime sets torchrun's own variables: the node's rank, the number of nodes, the host of rank 0.
                 **pod.build_ranks_command(app),
-                "env": [*pod.build_environment(app), *secret_env],
+                "env": env,
                 "numNodes": app.nodes,
                 "numProcPerNode": app.devices_per_node,
                 **pod.drop_empty({"resourcesPerNode": pod.build_resources(app, app.resources)}),

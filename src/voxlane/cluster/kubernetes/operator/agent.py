@@ -7,35 +7,44 @@ termination message, which the kubelet reports. An unreachable cluster never sto
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 from voxlane import uri as uris
 from voxlane.cluster.kubernetes.client import Cluster, path_of
-from voxlane.cluster.kubernetes.names import API_VERSION
+from voxlane.cluster.kubernetes.names import API_VERSION, node_folder
+from voxlane.cluster.kubernetes.operator.resource import DEFAULT_DISK_RESERVE, OVER_QUOTA, DiskReserve
 from voxlane.errors import (
+    CacheError,
     ChangedError,
     ClusterError,
     CredentialsError,
     DatasetError,
     NoRoomError,
+    OverQuotaError,
     StoreError,
     TooLargeError,
     VoxlaneError,
 )
 from voxlane.settings import Flag, record
+from voxlane.sizes import parse_bytes
 
 _REPORT_INTERVAL_S = 1.0
 _MAX_MESSAGE_CHARS = 3000
 """Limit for a message; a kubelet keeps 4096 bytes of a termination message."""
+_RESERVED_FILES = 0.06
+"""Part of a disk's files (inodes) that is left free; kubelets evict pods below 5%."""
+_FOLDER_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _FAILURE_REASONS = (
+    (OverQuotaError, OVER_QUOTA),
     (NoRoomError, "NoRoom"),
     (TooLargeError, "TooLarge"),
     (ChangedError, "Changed"),
@@ -44,6 +53,25 @@ _FAILURE_REASONS = (
     (BaseException, "Crash"),
 )
 """Kind of failure by class of exception; the first class that matches counts."""
+
+
+@record
+class OperatorAgentPrepareCommand:
+    """Make the folder of a namespace on this node, for the operator."""
+
+    folder: str
+    """Folder on the node that has a folder for each namespace."""
+    namespace: str
+    """Namespace that gets one."""
+    user: int
+    """User and group id that own it."""
+    last_words: Annotated[str | None, Flag(metavar="FILE")] = None
+    """File for the result."""
+
+    def _run(self) -> None:
+        with _write_result(self.last_words, {}):
+            make_namespace_folder(self.folder, self.namespace, self.user)
+            print(f"{self.namespace}: its folder belongs to user {self.user}")
 
 
 @record
@@ -82,6 +110,10 @@ class OperatorAgentStageCommand(OperatorAgentRemoveCommand):
     """Uid of the StagedDataset."""
     capacity: Annotated[int | None, Flag(metavar="BYTES")] = None
     """Largest number of bytes to copy."""
+    quota: Annotated[int | None, Flag(metavar="BYTES")] = None
+    """Largest number of bytes in the folder."""
+    disk_reserve: DiskReserve = (DEFAULT_DISK_RESERVE,)
+    """Space to leave free on the disk, as a percentage of it or a size (repeatable: the largest counts)."""
 
     def _run(self) -> None:
         from voxlane.store import staging
@@ -102,6 +134,7 @@ class OperatorAgentStageCommand(OperatorAgentRemoveCommand):
         with _write_result(self.last_words, result), contextlib.closing(reporter):
             if self.origin is not None:
                 check_links(self.source)
+            disk = os.statvfs(self.folder)
             report = staging.stage(
                 self.source,
                 self.folder,
@@ -109,6 +142,10 @@ class OperatorAgentStageCommand(OperatorAgentRemoveCommand):
                 origin=self.origin,
                 capacity_bytes=self.capacity,
                 progress=progress,
+                # Above the kubelet's threshold, because it would evict pods as soon as free space falls below it.
+                reserve_bytes=staging.RESERVE_BYTES + compute_reserve(self.disk_reserve, disk.f_blocks * disk.f_frsize),
+                reserve_files=int(disk.f_files * _RESERVED_FILES),
+                quota_bytes=self.quota,
             )
             count, total = report.objects, report.total_bytes
             result.update(bytes=total, totalBytes=total, objects=count, totalObjects=count, version=report.version)
@@ -160,6 +197,42 @@ class ProgressReporter(threading.Thread):
         """Send the last progress and stop."""
         self._closed.set()
         self.join(10)
+
+
+def compute_reserve(sizes: Sequence[str], disk_bytes: int) -> int:
+    """Return the largest of several sizes in bytes; a percentage is one of the disk."""
+    percentages = [int(size[:-1]) for size in sizes if size.endswith("%")]
+    amounts = [parse_bytes(size) for size in sizes if not size.endswith("%")]
+    return max([*(disk_bytes * percentage // 100 for percentage in percentages), *amounts], default=0)
+
+
+def make_namespace_folder(data_path: str, namespace: str, user: int) -> None:
+    """Make the folder of a namespace below a data path, and give it to the copiers' user. Links are never followed: who
+    could place one would choose what that user gets."""
+    opened: list[int] = []
+    try:
+        opened.append(os.open(data_path, _FOLDER_FLAGS))
+        for name in node_folder("", namespace).strip("/").split("/"):
+            with contextlib.suppress(FileExistsError):
+                os.mkdir(name, 0o700, dir_fd=opened[-1])
+            opened.append(os.open(name, _FOLDER_FLAGS, dir_fd=opened[-1]))
+        owner = os.fstat(opened[1]).st_uid
+        if owner != os.geteuid():
+            raise CacheError(
+                f"user {owner} owns the folder of all namespaces and could replace theirs",
+                uri=data_path,
+                fix=f"Move it away on the node, or give it to user {os.geteuid()}",
+            )
+        if os.fstat(opened[2]).st_uid != user:
+            os.fchown(opened[2], user, user)
+    except OSError as error:
+        is_link = error.errno in (errno.ELOOP, errno.ENOTDIR)
+        reason = "a file or link is in its place" if is_link else error.strerror
+        fix = "Remove that on the node" if is_link else "Check the folder on the node"
+        raise CacheError(f"cannot make the folder of namespace {namespace}: {reason}", uri=data_path, fix=fix) from None
+    finally:
+        for handle in opened:
+            os.close(handle)
 
 
 def check_links(mount: str) -> None:

@@ -28,7 +28,7 @@ _CREDENTIALS = _fields(
     {
         # A value that is not a valid name may be the secret itself, which must not be stored here.
         "secret": _text(
-            "Secret of this namespace whose keys are environment variables, or that contains `file`.", pattern=NAME
+            "Secret of this namespace with the variables that the store reads, or with `file`.", pattern=NAME
         ),
         "file": _text("Key of the Secret that contains the JSON file of a Google service account.", pattern=KEY),
         "serviceAccount": _text(
@@ -56,6 +56,20 @@ _SPEC = _fields(
             "additionalProperties": {"type": "string"},
             "description": "Labels of the nodes that may hold a copy.",
         },
+        "tolerations": {
+            "type": "array",
+            "description": "Taints of nodes that may hold a copy all the same. Nodes with other taints are not used.",
+            "items": _fields(
+                "A taint: any with this key or, if given, with this value and this effect only.",
+                {
+                    "key": _text("Key of the taint.", minLength=1),
+                    "operator": _text("Default: Equal if there is a value.", enum=["Exists", "Equal"]),
+                    "value": _text("Value of the taint."),
+                    "effect": _text("Effect of the taint.", enum=["NoSchedule", "PreferNoSchedule", "NoExecute"]),
+                },
+                required=["key"],
+            ),
+        },
         "capacity": {
             "x-kubernetes-int-or-string": True,
             "anyOf": [{"type": "integer"}, {"type": "string"}],
@@ -64,8 +78,8 @@ _SPEC = _fields(
             "description": "Maximum size of the source, such as 100Gi; a larger source is not copied.",
         },
         "dataPath": _text(
-            "Folder for copies on the nodes' disks, at or below one that the operator allows. Default: the first "
-            "of those. It cannot be changed once data is staged.",
+            "Folder for copies on the nodes' disks, one of those that the operator allows. Default: the first of "
+            "them. It cannot be changed once data is staged.",
             pattern=r"^/",
         ),
         "credentials": _CREDENTIALS,
@@ -122,7 +136,13 @@ _STATUS = _fields(
         "size": _text("Size of the source in readable form: 1.0 GiB."),
         "objects": _number("Number of objects of the source."),
         "bytes": _number("Size of the source in bytes."),
-        "hostPath": _text("Folder for pods to mount, the same on every node."),
+        "hostPath": _text("Folder of the copy on the nodes' disks."),
+        "volume": {
+            "type": "object",
+            "description": "Volume for pods of this namespace, which has the copy at `subPath`.",
+            "x-kubernetes-preserve-unknown-fields": True,
+        },
+        "subPath": _text("Path of the copy in the volume, for volumeMounts of pods."),
         "nodeAffinity": {
             "type": "object",
             "description": "`affinity.nodeAffinity` for pods, which places them on nodes with a complete copy.",

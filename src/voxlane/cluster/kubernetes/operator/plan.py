@@ -3,6 +3,7 @@
 Every pass starts from the current state, so an operator that was killed between two actions continues where it stopped.
 The order of actions makes that safe:
 
+    prepare  a pod of the operator's namespace makes the folder of the dataset's namespace -> a copier may start
     copy     pod succeeds -> node is labelled -> copy is Ready -> pod is deleted
     restage  label is removed -> copy is Waiting -> settle time -> no pod on the node uses it -> copy as above
     remove   copy is Removing -> label is removed -> settle time -> no pod on the node uses it -> a pod removes it
@@ -22,6 +23,7 @@ from typing import Any, Literal
 
 from voxlane.cluster.kubernetes.operator.resource import (
     FINALIZER,
+    OVER_QUOTA,
     STALE,
     AgentPod,
     ClusterNode,
@@ -71,14 +73,12 @@ class SetNodeLabel:
 
 @dataclass(frozen=True)
 class StartPod:
-    """Start the pod that copies the dataset to a node, or removes the copy there."""
+    """Start the pod that makes the folder for a copy on a node, copies the dataset there, or removes the copy."""
 
-    role: Literal["copy", "remove"]
+    role: Literal["prepare", "copy", "remove"]
     node: str
     node_uid: str
     attempt: int
-    tolerate: tuple[tuple[str, str], ...] = ()
-    """Key and effect of the node's taints that a copier tolerates."""
 
 
 @dataclass(frozen=True)
@@ -186,6 +186,9 @@ class DatasetPlanner:
         for pod in self.pods:
             if pod.role == "copy":
                 self._apply_copy_pod(pod, spec)
+        for pod in self.pods:
+            if pod.role == "prepare":
+                self._apply_preparation(pod, spec)
         for name, copy in list(self.copies.items()):
             self._check_node(name, copy)
         chosen, count = self._choose_nodes(spec)
@@ -262,6 +265,23 @@ class DatasetPlanner:
             self.due.append(pod.since + spec.timeout_s + 1)
             self._track_copy(pod, copy)
 
+    def _apply_preparation(self, pod: AgentPod, spec: DatasetSpec) -> None:
+        """Record why the folder for a copy cannot be made, or delete a pod whose attempt is over."""
+        copy = self.copies.get(pod.node)
+        if copy is None or copy.phase not in ("Waiting", "Copying", "Failed", "NoRoom"):
+            self._delete_pod(pod, late=True)
+        elif pod.attempt < copy.attempts or copy.phase in ("Failed", "NoRoom"):
+            pass  # its failure is recorded already; the pod is kept for its log until the next attempt
+        elif pod.phase == "Failed":
+            self._fail_copy(pod, spec)
+        elif pod.phase != "Succeeded" and self.now - pod.since > spec.timeout_s:
+            self._fail_copy(replace(pod, reason="Timeout"), spec)
+            self._delete_pod(pod)
+        elif pod.phase != "Succeeded":
+            self.due.append(pod.since + spec.timeout_s + 1)
+            if pod.problem != copy.message:
+                self._set(pod.node, message=pod.problem)
+
     def _track_copy(self, pod: AgentPod, copy: NodeCopy) -> None:
         """Record whether a copier is waiting or copying."""
         phase = "Copying" if pod.phase == "Running" else "Waiting"
@@ -288,7 +308,7 @@ class DatasetPlanner:
         self._set(
             pod.node,
             **{"lacking_bytes": 0, **pod.counts},
-            phase="NoRoom" if pod.reason == "NoRoom" else "Failed",
+            phase="NoRoom" if pod.reason in ("NoRoom", OVER_QUOTA) else "Failed",
             reason=pod.reason,
             message=message,
             attempts=pod.attempt + 1,
@@ -414,9 +434,12 @@ class DatasetPlanner:
     def _choose_evictions(self, node: str, lacking_bytes: int) -> list[StagedDataset]:
         """Return the least recently used datasets that free enough space; none if all together are not enough."""
         chosen: list[StagedDataset] = []
+        is_over_quota = node in self.copies and self.copies[node].reason == OVER_QUOTA
         for dataset in sorted(self.evictable, key=lambda d: (d.last_used, d.title)):
             copy = dataset.copies.get(node)
-            is_allowed = not dataset.keep and not dataset.deleting and dataset.root == self.dataset.root
+            is_allowed = not dataset.keep and not dataset.deleting and dataset.data_path == self.dataset.data_path
+            # What other namespaces store does not count towards the quota of this one.
+            is_allowed &= not is_over_quota or dataset.namespace == self.dataset.namespace
             if is_allowed and copy is not None and copy.phase == "Ready":
                 chosen.append(dataset)
                 lacking_bytes -= copy.bytes or copy.total_bytes
@@ -445,25 +468,36 @@ class DatasetPlanner:
 
     def _start_copy(self, node: ClusterNode, copy: NodeCopy) -> None:
         """Start a copier on a node unless it has one."""
-        pods = self._pods_on(node.name)
-        revision = self.dataset.revision
-        copiers = [pod for pod in pods if pod.role == "copy" and pod.revision == revision and not pod.terminating]
-        if any(pod.attempt >= copy.attempts for pod in copiers):
+        if not self._prepare_folder(node, copy):
             return
-        for pod in pods:
-            self._delete_pod(pod)
-        if any(pod.attempt >= copy.attempts or pod.role == "remove" for pod in pods):
-            return  # the name of a pod is free once it is gone, and a copy must not run beside a removal
-        is_replacement = copy.reason == STALE or copy.revision != revision
+        is_replacement = copy.reason == STALE or copy.revision != self.dataset.revision
         if is_replacement and self._must_wait_to_replace(node, copy):
             return
-        self.after.append(StartPod("copy", node.name, node.uid, copy.attempts, node.taints))
+        self.after.append(StartPod("copy", node.name, node.uid, copy.attempts))
         if is_replacement:
             # The version records that the node holds data, even if the new data never arrives.
             version = copy.version or ("partial" if copy.bytes else "")
             self.copies[node.name] = replace(self._new_copy("Waiting"), attempts=copy.attempts, version=version)
         else:
             self.copies[node.name] = replace(copy, phase="Waiting")
+
+    def _prepare_folder(self, node: ClusterNode, copy: NodeCopy) -> bool:
+        """Return whether a copier can start: its folder is made, and no other pod of the dataset runs on the node."""
+        pods = self._pods_on(node.name)
+        revision = self.dataset.revision
+        current = [pod for pod in pods if pod.revision == revision and pod.attempt >= copy.attempts]
+        current = [pod for pod in current if pod.role != "remove" and not pod.terminating]
+        if any(pod.role == "copy" for pod in current):
+            return False
+        prepared = next(iter(current), None)
+        obsolete = [pod for pod in pods if pod is not prepared]
+        for pod in obsolete:
+            self._delete_pod(pod)
+        if any(pod.attempt >= copy.attempts or pod.role == "remove" for pod in obsolete):
+            return False  # the name of a pod is free once it is gone, and a copy must not run beside a removal
+        if prepared is None:
+            self.after.append(StartPod("prepare", node.name, node.uid, copy.attempts))
+        return prepared is not None and prepared.phase == "Succeeded"
 
     def _must_wait_to_replace(self, node: ClusterNode, copy: NodeCopy) -> bool:
         """Return whether the replacement of a copy by another revision must wait, because files must not change under a
@@ -531,7 +565,7 @@ class DatasetPlanner:
         has_label = self.dataset.label in node.labels
         self._remove_label(node)
         for pod in pods:
-            if pod.role == "copy":
+            if pod.role != "remove":
                 self._delete_pod(pod)
         users = [user.title for user in self.users if user.node == name]
         remove_at = max(copy.since + self.config.settle_s, copy.retry_at)

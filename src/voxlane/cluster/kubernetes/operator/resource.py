@@ -15,7 +15,16 @@ import pydantic
 from pydantic.alias_generators import to_camel, to_snake
 
 from voxlane.cluster.kubernetes.credentials import Credentials
-from voxlane.cluster.kubernetes.names import API_VERSION, GROUP, node_key, node_label
+from voxlane.cluster.kubernetes.names import (
+    API_VERSION,
+    DATA_PATH,
+    GROUP,
+    claim_name,
+    copy_path,
+    node_folder,
+    node_key,
+    node_label,
+)
 from voxlane.errors import ConfigError
 from voxlane.settings import NO_FLAG, Flag, record
 from voxlane.sizes import parse_bytes, parse_duration
@@ -24,12 +33,14 @@ Object = Mapping[str, Any]
 FINALIZER = f"{GROUP}/staged"
 RESTAGE = f"{GROUP}/restage"
 """Annotation of a StagedDataset; the operator lists and copies the source again whenever its value changes."""
+OVER_QUOTA = "Quota"
+"""Reason of a copy that its namespace's quota has no room for."""
 STALE = "Stale"
 """Reason of a waiting copy that holds another revision."""
 DATASET_LABEL = f"{GROUP}/dataset"
 """Label of agent pods: the `node_key` of the dataset."""
 ROLE_LABEL = f"{GROUP}/staging"
-"""Label of agent pods: `copy` or `remove`."""
+"""Label of agent pods: `prepare`, `copy` or `remove`."""
 NODE_ANNOTATION = f"{GROUP}/node"
 NODE_UID_ANNOTATION = f"{GROUP}/node-uid"
 ATTEMPT_ANNOTATION = f"{GROUP}/attempt"
@@ -37,14 +48,43 @@ REVISION_ANNOTATION = f"{GROUP}/revision"
 
 
 def _normalize_data_paths(paths: tuple[str, ...]) -> tuple[str, ...]:
-    """Return normalized folders; raise ValueError for one that would be a whole disk."""
+    """Return normalized folders; raise ValueError for one that would be a whole disk, or that lies in another."""
     for path in paths:
         if not path.startswith("/") or posixpath.normpath(path) == "/" or ".." in path.split("/"):
             raise ValueError(f"{path!r} cannot hold data. Give an absolute folder of the nodes other than /")
-    return tuple(posixpath.normpath(path) for path in paths)
+    folders = tuple(posixpath.normpath(path) for path in paths)
+    for folder in folders:
+        outer = next((other for other in folders if folder.startswith(f"{other}/")), None)
+        if outer is not None:
+            raise ValueError(f"{folder!r} is inside {outer!r}, which has folders of its own. Give folders side by side")
+    return folders
 
 
+def _check_quota(value: str | None) -> str | None:
+    if value is not None:
+        try:
+            parse_bytes(value)
+        except ConfigError:
+            raise ValueError(f"{value!r} is not a size. Give one such as 500Gi") from None
+    return value
+
+
+def _check_disk_reserve(values: tuple[str, ...]) -> tuple[str, ...]:
+    for value in values:
+        if not re.fullmatch(r"[0-9]{1,2}%", value):
+            try:
+                parse_bytes(value)
+            except ConfigError:
+                raise ValueError(f"{value!r} is no part of a disk. Give one such as 15% or 50Gi") from None
+    return values
+
+
+DEFAULT_DISK_RESERVE = "15%"
+"""The larger of the kubelet's own thresholds: it evicts pods at 10% of the node's disk, or 15% of that of images."""
 Seconds = Annotated[float, pydantic.Field(ge=0)]
+DiskReserve = Annotated[
+    tuple[str, ...], pydantic.AfterValidator(_check_disk_reserve), Flag(long="--disk-reserve", metavar="SIZE")
+]
 DataPaths = Annotated[
     tuple[str, ...], pydantic.AfterValidator(_normalize_data_paths), Flag(long="--data-path", metavar="FOLDER")
 ]
@@ -56,8 +96,16 @@ class InstallConfig:
 
     image: str | None = None
     """Image of the pods that copy, with voxlane[kubernetes] installed."""
-    data_paths: DataPaths = ("/var/lib/voxlane",)
-    """Folder on the nodes' disks for data (repeatable); the first is the default for datasets."""
+    data_paths: DataPaths = (DATA_PATH,)
+    """Folder on the nodes' disks for data (repeatable); the first is the default for datasets. Each namespace has its
+    own folder below it."""
+    quota: Annotated[str | None, pydantic.AfterValidator(_check_quota), Flag(metavar="SIZE")] = None
+    """Largest size of a namespace's data on a node, below each data path, such as 500Gi (default: none)."""
+    disk_reserve: DiskReserve = (DEFAULT_DISK_RESERVE,)
+    """Space that staging leaves free on a node's disk, as a percentage of it or a size (repeatable: the largest
+    counts). It must not be below the thresholds at which the kubelets evict pods."""
+    user: Annotated[int, pydantic.Field(ge=1)] = 65532
+    """User and group id of the pods that copy, which owns the data on the nodes."""
 
 
 @record
@@ -86,9 +134,11 @@ class DatasetSpec:
     replicas: int | None
     """Number of nodes; None means every node that the selector matches."""
     node_selector: Mapping[str, str]
+    tolerations: tuple[Toleration, ...]
+    """Taints of nodes that may hold a copy all the same."""
     capacity_bytes: int | None
-    root: str
-    """Folder on the nodes' disks."""
+    data_path: str
+    """Folder on the nodes' disks that has a folder for each namespace."""
     credentials: Credentials
     timeout_s: int
 
@@ -151,8 +201,10 @@ class StagedDataset:
     spec: DatasetSpec | None
     """None if the dataset cannot be staged; `problem` then says why."""
     problem: str
-    root: str
+    data_path: str
     """Folder on the nodes' disks: where data already is, if any; empty if the operator does not allow it."""
+    is_old_layout: bool
+    """Whether the data is where earlier versions stored it: in one folder for all namespaces."""
     revision: str
     """Identifies the source and the restage annotation; copies of another revision are stale."""
     keep: bool
@@ -177,9 +229,16 @@ class StagedDataset:
         return f"{self.namespace}/{self.name}"
 
     @property
+    def root(self) -> str:
+        """Folder on the nodes' disks that agents may change; empty if the operator allows none."""
+        if not self.data_path or self.is_old_layout:
+            return self.data_path
+        return node_folder(self.data_path, self.namespace)
+
+    @property
     def host_path(self) -> str:
         """Folder of the copy on a node's disk."""
-        return f"{self.root}/datasets/{self.key}"
+        return f"{self.root}/{copy_path(self.namespace, self.name)}"
 
     def ref(self) -> dict[str, Any]:
         """Return a reference to the object for events and owned objects."""
@@ -189,18 +248,23 @@ class StagedDataset:
 def read_dataset(resource: Object, config: InstallConfig) -> StagedDataset:
     """Read a StagedDataset. An invalid spec raises no error: the dataset's `problem` describes it."""
     meta, raw, status = resource["metadata"], resource.get("spec") or {}, resource.get("status") or {}
-    spec, problem, root = None, "", ""
+    spec, problem, data_path, is_old_layout = None, "", "", False
     try:
         # The folder that already holds data has priority over the spec, but must be allowed too, whoever wrote it.
-        current = posixpath.dirname(posixpath.dirname(str(status.get("hostPath") or "")))
-        root = check_data_path(current, config) if current else ""
+        if current := str(status.get("hostPath") or ""):
+            data_path, is_old_layout = _find_data_path(current, meta["namespace"], meta["name"], config)
         spec = read_spec(raw, config)
-        root = root or spec.root
+        data_path = data_path or spec.data_path
         if len(meta["name"]) > 63:
             raise ConfigError("the name has more than 63 characters, too many for a label of pods", fix="Shorten it")
-        if spec.root != root:
+        if is_old_layout:
             raise ConfigError(
-                f"dataPath: {spec.root} differs from {root}, where the data is staged",
+                f"its copies are at {current}, where an earlier version of voxlane stored them",
+                fix="Delete the dataset and create it again",
+            )
+        if spec.data_path != data_path:
+            raise ConfigError(
+                f"dataPath: {spec.data_path} differs from {data_path}, where the data is staged",
                 fix="Set it back, or delete the dataset and create it again",
             )
     except ConfigError as error:
@@ -214,7 +278,8 @@ def read_dataset(resource: Object, config: InstallConfig) -> StagedDataset:
         finalizers=tuple(meta.get("finalizers") or ()),
         spec=spec,
         problem=problem,
-        root=root,
+        data_path=data_path,
+        is_old_layout=is_old_layout,
         revision=short_hash(f"{raw.get('source')} {(meta.get('annotations') or {}).get(RESTAGE, '')}"),
         keep=bool(raw.get("keep")),
         status=status,
@@ -244,23 +309,66 @@ def read_spec(raw: Object, config: InstallConfig) -> DatasetSpec:
         replicas=raw.get("replicas") or (None if selector else 1),
         node_selector=selector,
         capacity_bytes=None if capacity is None else parse_bytes(capacity, name="capacity"),
-        root=check_data_path(raw.get("dataPath") or config.data_paths[0], config),
+        tolerations=tuple(read_toleration(item) for item in raw.get("tolerations") or ()),
+        data_path=check_data_path(raw.get("dataPath") or config.data_paths[0], config),
         credentials=Credentials(**{to_snake(name): value for name, value in credentials.items()}),
         timeout_s=parse_duration("24h" if timeout is None else timeout, name="timeout"),
     )
 
 
 def check_data_path(path: str, config: InstallConfig) -> str:
-    """Return the normalized folder; raise ConfigError if the operator does not allow it."""
-    clean = posixpath.normpath(path)
-    is_absolute = path.startswith("/") and ".." not in path.split("/")
-    if is_absolute and any(_is_at_or_below(clean, allowed) for allowed in config.data_paths):
-        return clean
-    allowed_paths = ", ".join(config.data_paths)
+    """Return the folder without a final slash; raise ConfigError if it is none of the operator's own.
+
+    A folder below one of these could be that of another namespace, or one that the operator itself uses.
+    """
+    if path.rstrip("/") in config.data_paths:
+        return path.rstrip("/")
     raise ConfigError(
         f"dataPath: the operator does not allow {path}",
-        fix=f"Choose a folder at or below {allowed_paths}, or start the operator with --data-path {path}",
+        fix=f"Choose from {', '.join(config.data_paths)}, or start the operator with --data-path {path}",
     )
+
+
+def _find_data_path(host_path: str, namespace: str, name: str, config: InstallConfig) -> tuple[str, bool]:
+    """Return the data path of a dataset's copies, and whether they are in the layout of earlier versions. Raise
+    ConfigError if the operator does not allow it: people who may write a status must not choose folders of nodes."""
+    copy = copy_path(namespace, name)
+    for data_path in config.data_paths:
+        if host_path == f"{node_folder(data_path, namespace)}/{copy}":
+            return data_path, False
+        if host_path == f"{data_path}/{copy}":
+            return data_path, True
+    data_path = host_path.removesuffix(f"/{copy}")
+    return check_data_path(data_path.removesuffix(node_folder("", namespace)), config), False
+
+
+@dataclass(frozen=True)
+class Toleration:
+    """A taint of nodes that a dataset names: any with this key or, if given, with this value and effect only."""
+
+    key: str
+    value: str | None = None
+    effect: str | None = None
+
+    def matches(self, taint: Taint) -> bool:
+        """Return whether this names a taint."""
+        return self.key == taint.key and self.value in (None, taint.value) and self.effect in (None, taint.effect)
+
+    def to_json(self) -> dict[str, str]:
+        """Return the toleration of a pod."""
+        values = {"key": self.key, "value": self.value, "effect": self.effect}
+        operator = "Exists" if self.value is None else "Equal"
+        return {"operator": operator} | {name: value for name, value in values.items() if value is not None}
+
+
+def read_toleration(raw: Object) -> Toleration:
+    """Read a toleration of a spec."""
+    if not raw.get("key"):
+        raise ConfigError(
+            "tolerations: each must have the key of a taint", fix="Name the taint, such as nvidia.com/gpu"
+        )
+    value = None if raw.get("operator", "Equal" if raw.get("value") else "Exists") == "Exists" else raw.get("value", "")
+    return Toleration(raw["key"], value, raw.get("effect"))
 
 
 def _is_at_or_below(path: str, folder: str) -> bool:
@@ -268,6 +376,15 @@ def _is_at_or_below(path: str, folder: str) -> bool:
 
 
 # -- nodes, pods, users ------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Taint:
+    """A taint of a node that keeps pods away."""
+
+    key: str
+    effect: str
+    value: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -282,8 +399,8 @@ class ClusterNode:
     """When `ready` last changed, in seconds since 1970."""
     schedulable: bool = True
     labels: Mapping[str, str] = field(default_factory=dict)
-    taints: tuple[tuple[str, str], ...] = ()
-    """Key and effect of taints that keep pods away, without those that the cluster sets for the node's state."""
+    taints: tuple[Taint, ...] = ()
+    """Taints that keep pods away, without those that the cluster sets for the node's state."""
 
 
 def read_node(resource: Object) -> ClusterNode:
@@ -298,7 +415,7 @@ def read_node(resource: Object) -> ClusterNode:
         schedulable=not spec.get("unschedulable"),
         labels=meta.get("labels") or {},
         taints=tuple(
-            (taint["key"], taint["effect"])
+            Taint(taint["key"], taint["effect"], taint.get("value", ""))
             for taint in spec.get("taints") or ()
             if taint["effect"] in ("NoSchedule", "NoExecute") and not taint["key"].startswith("node.kubernetes.io/")
         ),
@@ -312,7 +429,7 @@ class AgentPod:
     namespace: str
     name: str
     role: str
-    """`copy` or `remove`."""
+    """`prepare`, `copy` or `remove`."""
     dataset_key: str
     node: str
     node_uid: str = ""
@@ -414,10 +531,10 @@ WORKLOADS = (
 """API version and kind of workloads that carry the label of the data they use."""
 
 
-def read_users(resources: Sequence[Object], host_path: str, label: str) -> list[DatasetUser]:
+def read_users(resources: Sequence[Object], dataset: StagedDataset, label: str) -> list[DatasetUser]:
     """Return the unfinished pods and workloads among `resources` that use a dataset.
 
-    They carry `label` (ignored if empty; it is meaningful only in the dataset's namespace), or mount `host_path`.
+    They carry `label` (ignored if empty; it is meaningful only in the dataset's namespace), or mount the copy.
     """
     users = []
     for resource in resources:
@@ -426,11 +543,26 @@ def read_users(resources: Sequence[Object], host_path: str, label: str) -> list[
         if ROLE_LABEL in labels or is_finished(resource):
             continue
         pod_spec: Object = resource["spec"] if kind == "Pod" else {}
-        volumes = [volume.get("hostPath") or {} for volume in pod_spec.get("volumes") or ()]
-        paths = [posixpath.normpath(volume.get("path") or "/") for volume in volumes]
-        if label in labels or any(_is_at_or_below(path, host_path) for path in paths):
+        if label in labels or _mounts_copy(pod_spec, meta["namespace"], dataset):
             users.append(DatasetUser(title=f"{kind} {meta['name']}", node=pod_spec.get("nodeName", "")))
     return users
+
+
+def _mounts_copy(pod_spec: Object, namespace: str, dataset: StagedDataset) -> bool:
+    """Return whether a pod mounts a dataset's copy, or a folder of it, through the claim or from the node's disk."""
+    for volume in pod_spec.get("volumes") or ():
+        host_path = volume.get("hostPath")
+        if host_path and _is_at_or_below(posixpath.normpath(host_path.get("path") or "/"), dataset.host_path):
+            return True
+        claim = (volume.get("persistentVolumeClaim") or {}).get("claimName")
+        if namespace == dataset.namespace and claim == claim_name(dataset.data_path):
+            copy = copy_path(namespace, dataset.name)
+            containers = [*(pod_spec.get("initContainers") or ()), *(pod_spec.get("containers") or ())]
+            mounts = [mount for container in containers for mount in container.get("volumeMounts") or ()]
+            paths = [mount.get("subPath") or "" for mount in mounts if mount["name"] == volume["name"]]
+            if any(not path or _is_at_or_below(posixpath.normpath(path), copy) for path in paths):
+                return True
+    return False
 
 
 def is_finished(resource: Object) -> bool:

@@ -15,18 +15,22 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from voxlane.cluster.kubernetes.client import Cluster, path_of
+from voxlane.cluster.kubernetes.client import Cluster, path_of, path_of_object
 from voxlane.cluster.kubernetes.names import API_VERSION, GROUP, STAGED, use_label
 from voxlane.cluster.kubernetes.operator import plan as plans
 from voxlane.cluster.kubernetes.operator.manifests import (
+    NAMESPACE_LABEL,
     REQUIRED_ACCESS,
     build_copier_permissions,
     build_event,
     build_pod,
+    build_volume,
+    volume_name,
 )
 from voxlane.cluster.kubernetes.operator.resource import (
     DATASET_LABEL,
     FINALIZER,
+    OVER_QUOTA,
     ROLE_LABEL,
     STALE,
     WORKLOADS,
@@ -92,6 +96,8 @@ class Worker(threading.Thread):
         """Users of each dataset by its uid, and when they were listed."""
         self._nodes: dict[str, ClusterNode] = {}
         self._nodes_valid_until = 0.0
+        self._used_volumes: set[str] | None = None
+        """Names of the volumes in use when the others were last removed."""
         self.last_pass = time.monotonic()
 
     def wake(self, *, nodes: bool = False) -> None:
@@ -130,13 +136,15 @@ class Worker(threading.Thread):
             pods.setdefault(pod.dataset_key, []).append(pod)
         resources = self._cluster.list(path_of(API_VERSION, "StagedDataset", self._namespace))
         datasets = [read_dataset(resource, self._config) for resource in resources]
+        self._remove_unused_volumes(datasets)
         nodes = self._list_nodes()
         due = _RESYNC_S
         for dataset in datasets:
             if self._stopped:
                 return 0.0
             try:
-                due = min(due, self._reconcile(dataset, nodes, pods.get(dataset.key, []), datasets))
+                own_pods = [pod for pod in pods.get(dataset.key, []) if self._is_own(pod, dataset)]
+                due = min(due, self._reconcile(dataset, nodes, own_pods, datasets))
             except ClusterError as error:  # the other datasets are not affected
                 self._log(f"{dataset.title}: {error}")
                 due = min(due, _AFTER_ERROR_S)
@@ -158,7 +166,7 @@ class Worker(threading.Thread):
         )
         users = self._list_users(dataset, exact=exact)
         full_nodes = {node for node, copy in dataset.copies.items() if copy.phase == "NoRoom"}
-        full_nodes |= {pod.node for pod in pods if pod.reason == "NoRoom"}
+        full_nodes |= {pod.node for pod in pods if pod.reason in ("NoRoom", OVER_QUOTA)}
         others = [other for other in datasets if other.uid != dataset.uid and other.copies]
         rivals = [other for other in others if not full_nodes.isdisjoint(other.copies)]
         evictable = [other for other in rivals if not self._list_users(other, exact=True)]
@@ -166,6 +174,11 @@ class Worker(threading.Thread):
         for action in plan.actions:
             self._execute(dataset, action)
         return _RESYNC_S if plan.retry_after_s is None else plan.retry_after_s
+
+    def _is_own(self, pod: AgentPod, dataset: StagedDataset) -> bool:
+        """Return whether a pod with the labels of an agent runs where agents of this dataset do: anyone who may create
+        pods in another namespace can give them these labels, and a result."""
+        return pod.namespace == (dataset.namespace if pod.role == "copy" else self._config.own_namespace)
 
     # -- state of the cluster ------------------------------------------------------------------------------------------
 
@@ -205,11 +218,11 @@ class Worker(threading.Thread):
         if len(dataset.name) <= 63:
             for version, kind in (("v1", "Pod"), *WORKLOADS):
                 resources = self._cluster.list(path_of(version, kind, dataset.namespace), labels=label)
-                users += read_users(resources, dataset.host_path, label)
+                users += read_users(resources, dataset, label)
         if exact:
             for node in dataset.copies:
                 pods = self._cluster.list(path_of("v1", "Pod", self._namespace), fields=f"spec.nodeName={node}")
-                users += [user for user in read_users(pods, dataset.host_path, "") if user not in users]
+                users += [user for user in read_users(pods, dataset, "") if user not in users]
         self._users[dataset.uid] = (time.monotonic(), users)
         return users
 
@@ -277,8 +290,10 @@ class Worker(threading.Thread):
     def _start_pod(self, dataset: StagedDataset, start: plans.StartPod) -> None:
         """Create a pod, after the permissions of a copier; if the cluster rejects it, the attempt has failed."""
         try:
-            for manifest in build_copier_permissions(dataset) if start.role == "copy" else ():
-                self._cluster.apply(manifest)
+            if start.role == "copy":
+                self._free_volume(dataset)
+                for manifest in (*build_copier_permissions(dataset), *build_volume(dataset)):
+                    self._cluster.apply(manifest)
             self._cluster.create(build_pod(dataset, start, self._config))
         except ClusterError as error:
             if error.status == _CONFLICT:  # the pod exists already
@@ -286,10 +301,42 @@ class Worker(threading.Thread):
             retry_at = time.time() + plans.compute_pause(self._config, start.attempt) + 1
             entry: dict[str, Any] = {"attempts": start.attempt + 1, "retryAt": format_time(retry_at)}
             entry["message"] = f"the cluster rejected the pod: {error}"
-            if start.role == "copy":
+            if start.role != "remove":
                 entry |= {"phase": "Failed", "reason": "Refused"}
             self._patch_status(dataset.namespace, dataset.name, {"nodes": {start.node: entry}})
             self._log(f"{dataset.title}: {entry['message']}")
+
+    # -- volumes -------------------------------------------------------------------------------------------------------
+
+    def _free_volume(self, dataset: StagedDataset) -> None:
+        """Remove the volume of a namespace if its claim was deleted: no other claim can be bound to it. Raise
+        ClusterError while the volume or the claim is being removed."""
+        for manifest in build_volume(dataset):
+            path = path_of_object(manifest)
+            existing = self._cluster.find(path)
+            if existing is not None and (existing.get("status") or {}).get("phase") in ("Released", "Failed"):
+                self._cluster.delete(path)
+                existing = self._cluster.find(path)
+            if existing is not None and "deletionTimestamp" in existing["metadata"]:
+                raise ClusterError(
+                    "it is still being removed", uri=f"{manifest['kind']} {manifest['metadata']['name']}"
+                )
+
+    def _remove_unused_volumes(self, datasets: Sequence[StagedDataset]) -> None:
+        """Remove the volumes of namespaces that have no datasets any more, and their claims. The folders stay."""
+        used = {volume_name(dataset) for dataset in datasets if dataset.data_path}
+        unknown = {dataset.namespace for dataset in datasets if not dataset.data_path}
+        if self._used_volumes == used:
+            return
+        selector = f"{NAMESPACE_LABEL}={self._namespace}" if self._namespace else NAMESPACE_LABEL
+        for volume in self._cluster.list(path_of("v1", "PersistentVolume"), labels=selector):
+            name, reference = volume["metadata"]["name"], volume["spec"]["claimRef"]
+            if name not in used and reference["namespace"] not in unknown:
+                path = path_of("v1", "PersistentVolumeClaim", reference["namespace"], reference["name"])
+                self._cluster.delete(path)
+                self._cluster.delete(path_of("v1", "PersistentVolume", None, name))
+                self._log(f"{reference['namespace']}: removed its volume, because it has no datasets")
+        self._used_volumes = used
 
 
 # -- kopf --------------------------------------------------------------------------------------------------------------

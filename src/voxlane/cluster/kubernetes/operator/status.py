@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from voxlane.cluster.kubernetes.names import claim_name, copy_path
 from voxlane.cluster.kubernetes.operator.resource import (
     STALE,
     ClusterNode,
@@ -86,12 +87,8 @@ def explain_too_few_nodes(spec: DatasetSpec, nodes: Mapping[str, ClusterNode], c
         return ""
     selector = ",".join(f"{key}={value}" for key, value in sorted(spec.node_selector.items()))
     matching = [node for node in nodes.values() if matches_selector(node, spec)]
-    if not matching and selector:
-        return f"no node matches nodeSelector {selector}"
     if not matching:
-        has_taints = any(node.taints for node in nodes.values())
-        hint = "; nodes with taints are used only if a nodeSelector matches them" if has_taints else ""
-        return f"no node can take a copy{hint}"
+        return _explain_no_match([node for node in nodes.values() if has_labels(node, spec)], selector)
     is_single = len(matching) == 1
     nodes_text = f"{len(matching)} node{'' if is_single else 's'}"
     if selector:
@@ -102,6 +99,15 @@ def explain_too_few_nodes(spec: DatasetSpec, nodes: Mapping[str, ClusterNode], c
     if available < count:
         return f"{count} of {nodes_text} {'is' if count == 1 else 'are'} needed, but {available} can take a copy now"
     return f"{count - chosen} more of {nodes_text} needed"
+
+
+def _explain_no_match(selected: Sequence[ClusterNode], selector: str) -> str:
+    """Return why no node matches a dataset; `selected` have the labels that it requires."""
+    if selector and not selected:
+        return f"no node matches nodeSelector {selector}"
+    taints = sorted({taint.key for node in selected for taint in node.taints})
+    hint = f"; there are nodes with the taint {taints[0]}, which tolerations must name" if taints else ""
+    return f"no node can take a copy{hint}"
 
 
 def build_status(
@@ -140,7 +146,10 @@ def build_status(
     if dataset.root and dataset.spec:
         term = {"matchExpressions": [{"key": dataset.label, "operator": "In", "values": ["ready"]}]}
         affinity = {"requiredDuringSchedulingIgnoredDuringExecution": {"nodeSelectorTerms": [term]}}
-        status |= {"hostPath": dataset.host_path, "nodeAffinity": affinity}
+        claim = {"claimName": claim_name(dataset.data_path), "readOnly": True}
+        volume = {"persistentVolumeClaim": claim}
+        path = copy_path(dataset.namespace, dataset.name)
+        status |= {"hostPath": dataset.host_path, "nodeAffinity": affinity, "volume": volume, "subPath": path}
     if in_use and now - parse_time(dataset.status.get("lastUsed")) >= _LAST_USED_RESOLUTION_S:
         status["lastUsed"] = format_time(now)
     return status
@@ -169,10 +178,14 @@ def build_merge_patch(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[st
 
 
 def matches_selector(node: ClusterNode, spec: DatasetSpec) -> bool:
-    """Return whether a node may hold a copy. A tainted node may only if there is a selector: GPU nodes are often
-    tainted."""
-    if node.taints and not spec.node_selector:
+    """Return whether a node may hold a copy. A tainted node may only if the dataset names each of its taints."""
+    if not all(any(toleration.matches(taint) for toleration in spec.tolerations) for taint in node.taints):
         return False
+    return has_labels(node, spec)
+
+
+def has_labels(node: ClusterNode, spec: DatasetSpec) -> bool:
+    """Return whether a node has the labels that a dataset requires."""
     return all(node.labels.get(key) == value for key, value in spec.node_selector.items())
 
 

@@ -7,7 +7,7 @@ CONSTRAINTS := requirements/constraints.txt
 AZURITE := $(VENV)/azurite/node_modules/.bin/azurite-blob
 AZURITE_VERSION := 3.37.0
 
-.PHONY: help install demo demo-streaming demo-tune test test-cluster test-slurm test-gpu check bench bench-quick bench-report bench-scaling bench-step kill-test kill-train clean
+.PHONY: help install demo demo-streaming demo-tune test test-cluster test-slurm test-faults test-gpu check bench bench-quick bench-report bench-scaling bench-step kill-test kill-train clean
 
 help:  ## print this text
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 16
@@ -55,6 +55,10 @@ test-slurm: install  ## run jobs on a real SLURM cluster of four nodes on this m
 	@command -v slurmctld munged ip >/dev/null || { echo "installing slurm-wlm, munge and iproute2"; \
 	  apt-get update -qq && apt-get install -y -qq --no-install-recommends slurm-wlm munge iproute2 procps >/dev/null; }
 	VOXLANE_SLURM=1 $(BIN)/python -m pytest tests/cluster/slurm $(PYTEST_ARGS)
+
+# With VOXLANE_SLURM=1, as root and after `make test-slurm`, this also runs 100 jobs of a real SLURM to their time limit.
+test-faults: install  ## run the harnesses that kill processes, break connections and damage input
+	OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m pytest -m faults $(PYTEST_ARGS)
 
 # Without a GPU, `make test` runs the same kernels in Triton's interpreter and skips tests that need a GPU.
 test-gpu: install  ## run kernels, recorded steps, sliding windows, augmentation and background saves on this machine's GPU

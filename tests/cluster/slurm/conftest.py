@@ -13,12 +13,17 @@ from tests.train import tiny_runs
 
 
 @pytest.fixture(scope="session")
-def slurm() -> Iterator[rig.Rig]:
-    """A cluster of four nodes."""
+def slurm_allowed() -> None:
+    """Skips a test that starts a cluster of its own where none is wanted."""
     if os.environ.get("VOXLANE_SLURM") != "1":
         pytest.skip("needs a SLURM of several nodes: `make test-slurm` starts one")
     if reason := rig.missing():
         pytest.fail(reason)
+
+
+@pytest.fixture(scope="session")
+def slurm(slurm_allowed: None) -> Iterator[rig.Rig]:
+    """A cluster of four nodes."""
     with rig.cluster(nodes=4, cpus=4) as running:
         yield running
 

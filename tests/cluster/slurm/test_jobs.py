@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import time
 from pathlib import Path
 from typing import Any
 
@@ -166,22 +167,28 @@ def test_cancelled_job_leaves_nothing_running(slurm: Rig, data: str, shared: Pat
 
 
 @pytest.mark.parametrize("launcher", ["ray", "torchrun"])
-def test_stopped_job_is_requeued_and_continues(
+def test_job_at_its_time_limit_is_requeued_and_continues(
     slurm: Rig, data: str, shared: Path, undisturbed: list[dict[str, Any]], launcher: str
 ) -> None:
     logs, run = shared / "logs", shared / "run"
-    words = ["--launcher", launcher, "--nodes", "2", "--", "train", data, "--run", str(run), f"epochs={EPOCHS}"]
+    words = ["--launcher", launcher, "--nodes", "2", "--", "train", data, "--run", str(run), "epochs=5000"]
     job = submit(slurm, logs, *words, *FIELDS)
     until(lambda: begun(run, 2), START_S, "two epochs")
-    # What SLURM sends before the time limit, to the same process.
-    slurm.run("scancel", "--batch", "--signal=TERM", str(job))
-    text = ended(slurm, job, logs)
+    # The smallest time limit that is not over yet; SLURM then does all the rest.
+    minutes = int(time.time() - time.mktime(time.strptime(slurm.fact(job, "StartTime"), "%Y-%m-%dT%H:%M:%S"))) // 60
+    slurm.run("scontrol", "update", f"JobId={job}", f"TimeLimit={minutes + 1}")
+    until(lambda: slurm.fact(job, "Restarts") == "1", 200, lambda: f"a restart: {slurm.state(job)}")
+    slurm.run("scontrol", "update", f"JobId={job}", "TimeLimit=20")
+    epochs = len(history(run))
+    until(lambda: begun(run, max(epochs + 1, EPOCHS)), START_S, "another epoch")
+    slurm.run("scancel", str(job))
+    text = ended(slurm, job, logs, "CANCELLED")
     assert slurm.fact(job, "Restarts") == "1"
-    assert "asked to stop (the job is RUNNING)" in text
     first, second = text.split("start 2, on")
-    assert "epoch 1 of" in first
-    assert f"epoch {EPOCHS} of" in second
-    assert orders(history(run)) == orders(undisturbed)
+    assert "asked to stop: the time limit is near" in first
+    assert "returns to the queue" in first
+    assert "returns to the queue" not in second
+    assert orders(history(run))[:EPOCHS] == orders(undisturbed)
     nothing_left(slurm, job)
 
 
@@ -197,6 +204,7 @@ def test_preempted_job_continues_after_the_urgent_one(
     text = ended(slurm, job, logs)
     assert slurm.fact(job, "Restarts") == "1"
     assert f"epoch {EPOCHS} of" in text.split("start 2, on")[1]
+    assert slurm.fact(job, "PreemptTime") == "None"  # a failure of the second start would not requeue it
     assert orders(history(run)) == orders(undisturbed)
     nothing_left(slurm, job)
 
@@ -338,10 +346,10 @@ def test_errors_name_the_problem_and_the_fix(slurm: Rig, data: str, shared: Path
     )
     # This SLURM takes jobs that can never start, as it does unless it is told otherwise.
     many = refused("submit", *out, "--nodes", "9", "--no-check", *run)
-    assert "waiting for ever: it asks for more nodes, cores or time than partition main has" in many
-    assert "Ask for less than 1 node with 64 CPUs each" in refused("submit", *out, "--cpus-per-node", "64", *run)
-    assert "waiting for ever" in refused("submit", *out, "--time", "9-0", *run)
-    assert "2 GPUs a node are not offered here" in refused("submit", *out, "--gpus-per-node", "2", *run)
+    assert "waiting forever: it requests more nodes, cores or time than partition main has" in many
+    assert "Request less than 1 node with 64 CPUs each" in refused("submit", *out, "--cpus-per-node", "64", *run)
+    assert "waiting forever" in refused("submit", *out, "--time", "9-0", *run)
+    assert "no node has 2 GPUs" in refused("submit", *out, "--gpus-per-node", "2", *run)
     assert "no node has the feature 'fast'" in refused("submit", *out, "--constraint", "fast", *run)
     assert "sbatch does not know an option" in refused("submit", *out, "--sbatch=--bogus", *run)
     assert "4 patches do not divide evenly over 3 workers" in refused("submit", *out, "--nodes", "3", *run)
@@ -364,7 +372,7 @@ def test_waiting_job_gives_its_reason(slurm: Rig, data: str, shared: Path) -> No
     status = slurm.voxlane("slurm", "status").stdout
     assert f"{job}  voxlane-train  PENDING" in status
     assert "waits: " in status
-    assert "are free" in status or "higher priority" in status
+    assert "are not free" in status or "higher priority" in status
     assert str(blocker) not in [line.split()[0] for line in status.splitlines()]
     assert "has written no log yet" in slurm.voxlane("slurm", "logs", str(job)).stderr
 

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import getpass
 import re
+import shlex
+import signal
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from voxlane.cli.main import main
 from voxlane.cli.slurm import describe_search, describe_training, format_job, make_absolute, store_of
@@ -50,9 +56,9 @@ def test_resources_become_directives() -> None:
     for expected in ("--partition=gpu", "--account=lab", "--qos=high", "--exclusive", "--requeue"):
         assert expected in directives
     assert '--constraint="a100&ib"' in directives
-    assert "--output=/logs/%x-%j.log" in directives
+    assert "--output=/logs/voxlane-train-%j.log" in directives
     assert "--open-mode=append" in directives
-    assert "--signal=B:TERM@60" in directives
+    assert "--signal=B:USR1@60" in directives
     assert "--no-requeue" in parse_directives(render_script(make_job(requeues=0)))
     assert text.index("#SBATCH") < text.index("python=")
 
@@ -131,7 +137,18 @@ def test_restarted_command_resumes() -> None:
         ({"mem": "lots"}, "mem: 'lots' is not a size"),
         ({"partition": "a b"}, "partition: 'a b' is not a valid SLURM name"),
         ({"nodes": 0}, "nodes: "),
-        ({"setup": ("a\nb",)}, "setup: contains a line break"),
+        ({"setup": ("a\nb",)}, "setup.0: 'a\\nb' contains a line break"),
+        ({"run": "r\ntouch /tmp/x"}, "run: 'r\\ntouch /tmp/x' contains a line break"),
+        ({"run": "r\x1b[2J"}, "run: 'r\\x1b[2J' contains the control character '\\x1b'"),
+        ({"account": "a\n"}, "account: 'a\\n' is not a valid SLURM name"),
+        ({"time": "5\n"}, "time: '5\\n' is not a time"),
+        ({"name": "a/b"}, "name: 'a/b' is not a valid name of a job and its log: remove slashes"),
+        ({"output": "/a\rb"}, "output: '/a\\rb' contains the control character '\\r'"),
+        ({"output": "/a\\b"}, "output: '/a\\\\b' contains a backslash"),
+        ({"sbatch": ("--a=b\n#SBATCH --c",)}, "sbatch.0: '--a=b\\n#SBATCH --c' contains a line break"),
+        ({"sbatch": ("exclusive",)}, "sbatch.0: 'exclusive' is not an option"),
+        ({"sbatch": ("--nice 5",)}, "sbatch.0: '--nice 5' must be one word; write it as --sbatch=--NAME=VALUE"),
+        ({"sbatch": ("--signal=TERM@9",)}, "sbatch.0: set the time of SLURM's warning with --grace"),
         ({"stage": "gs://b/d"}, "staging needs a disk on each node; give --local-disk"),
         ({"launcher": "none", "nodes": 2}, "runs on one node, not on 2"),
     ],
@@ -139,6 +156,11 @@ def test_restarted_command_resumes() -> None:
 def test_invalid_options_are_rejected(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(message)):
         make_job(**options)
+
+
+def test_zero_byte_in_a_command_is_rejected() -> None:
+    with pytest.raises(ConfigError, match=re.escape("command.1: 'd\\x00' contains a zero byte")):
+        make_job("train", "d\0")
 
 
 @pytest.mark.parametrize(
@@ -158,26 +180,54 @@ def test_unsupported_launchers_are_rejected(command: str, launcher: str, message
 
 FAKE_SLURM = """
 scontrol() {
-  case "$1 $2" in "show hostnames") echo node0;; "show job") echo "$JOB";; requeue*) echo "requeued $2";; esac
+  case "$1 $2" in
+    "show hostnames") echo node0; return;;
+  esac
+  if [ -e "$AWAY" ]; then rm "$AWAY"; echo "Unable to contact slurm controller" >&2; return 1; fi
+  case "$1 $2" in
+    "show job") echo "   JobState=${STATE% *} Reason=${STATE#* } Dependency=(null)"; echo "$JOB"
+      [ ! -e "$REQUEUED" ] || echo "   Requeue=1 Restarts=1 BatchFlag=1";;
+    requeue*) echo "$2" >> "$REQUEUED"; [ -z "$KILLED" ] || return 143;;
+  esac
 }
-squeue() { echo "$STATE"; }
 scancel() { :; }
-export -f scontrol squeue scancel
+export -f scontrol scancel
 """
+"""Stand-ins for SLURM's commands. They print $STATE and $JOB. While the file $AWAY exists, the controller is away; a
+question removes the file."""
+WAITING = "trap 'exit 143' TERM; echo ready; while :; do sleep 0.05; done"
+"""A command that stops when it is asked to, as training does."""
 
 
 def run_script(
-    tmp_path: Path, driver: str, *, state: str = "RUNNING", terminate: bool = False, **environment: str
-) -> Any:
-    """Run the script of a job without launcher whose command is `driver` (shell).
+    tmp_path: Path,
+    driver: str,
+    *,
+    state: str = "RUNNING None",
+    signals: Sequence[signal.Signals] = (),
+    away: bool = False,
+    **environment: str,
+) -> tuple[int, str, bool]:
+    """Run the script of a job without launcher whose command is `driver` (shell); return its status, its output and
+    whether it was requeued.
 
-    `terminate`: send SIGTERM once the driver prints "ready".
+    `signals`: signals that the script gets once the driver prints "ready". `away`: the controller does not answer the
+    first question.
     """
-    python = tmp_path / "python"
+    python, requeued, absent = tmp_path / "python", tmp_path / "requeued", tmp_path / "away"
     python.write_text(f"#!/bin/bash\n{driver}\n")
     python.chmod(0o755)
+    requeued.unlink(missing_ok=True)
+    if away:
+        absent.touch()
     text = render_script(
-        SlurmJob(command=("train", "d", "--run", "r"), launcher="none", python=str(python), output=str(tmp_path))
+        SlurmJob(
+            command=("train", "d", "--run", "r"),
+            launcher="none",
+            python=str(python),
+            output=str(tmp_path),
+            grace_s=10,
+        )
     )
     variables = {
         "JOB": "   PreemptTime=None",
@@ -185,6 +235,9 @@ def run_script(
         "SLURM_JOB_ID": "7",
         "SLURM_JOB_NAME": "n",
         "SLURM_JOB_NODELIST": "node0",
+        "REQUEUED": str(requeued),
+        "AWAY": str(absent),
+        "KILLED": "",
     }
     with subprocess.Popen(
         ["bash", "-c", FAKE_SLURM + text],
@@ -195,19 +248,18 @@ def run_script(
     ) as process:
         assert process.stdout is not None
         out = ""
-        if terminate:
+        if signals:
             while "ready" not in out:
                 out += process.stdout.readline()
-            process.terminate()
+        for number in signals:
+            process.send_signal(number)
+            out += process.stdout.readline()
         out += process.stdout.read()
-    return process.returncode, out
-
-
-WAITING = "trap 'exit 9' TERM; echo ready; while :; do read -rt 0.1 <> <(:); done"
+    return process.returncode, out, requeued.exists()
 
 
 def test_job_ends_with_the_status_of_the_command(tmp_path: Path) -> None:
-    status, out = run_script(tmp_path, "echo $@; exit 5")
+    status, out, _ = run_script(tmp_path, "echo $@; exit 5")
     assert status == 5
     assert "-m voxlane train d --run r\n" in out
     assert "ended with status 5" in out
@@ -218,37 +270,228 @@ def test_second_start_resumes(tmp_path: Path) -> None:
     assert "train d --run r --auto-resume\n" in run_script(tmp_path, "echo $@", SLURM_RESTART_COUNT="1")[1]
 
 
-def test_warning_stops_the_command_and_requeues_the_job(tmp_path: Path) -> None:
-    status, out = run_script(tmp_path, WAITING, terminate=True)
+@pytest.mark.parametrize("away", [False, True])
+@pytest.mark.parametrize("state", ["RUNNING None", "SIGNALING None", "CONFIGURING None", "COMPLETING TimeLimit"])
+def test_time_limit_requeues_the_job_whatever_its_state(tmp_path: Path, state: str, away: bool) -> None:
+    status, out, requeued = run_script(tmp_path, WAITING, state=state, signals=[signal.SIGUSR1], away=away)
+    assert (status, requeued) == (0, True)
+    assert "asked to stop: the time limit is near" in out
+    assert "returns to the queue" in out
+
+
+def test_requeue_that_kills_its_own_process_is_recognised(tmp_path: Path) -> None:
+    status, out, _ = run_script(tmp_path, WAITING, signals=[signal.SIGUSR1], KILLED="yes")
     assert status == 0
-    assert "asked to stop (the job is RUNNING)" in out
-    assert "requeued 7" in out
+    assert "returns to the queue" in out
+    assert (tmp_path / "requeued").read_text() == "7\n"
+
+
+def test_job_whose_warning_was_lost_is_requeued_at_the_limit(tmp_path: Path) -> None:
+    status, _, requeued = run_script(tmp_path, WAITING, state="COMPLETING TimeLimit", signals=[signal.SIGTERM])
+    assert (status, requeued) == (0, True)
+
+
+def test_command_that_does_not_stop_is_killed_and_requeued(tmp_path: Path) -> None:
+    deaf = WAITING.replace("exit 143", ":")
+    status, _, requeued = run_script(tmp_path, deaf, signals=[signal.SIGUSR1])
+    assert (status, requeued) == (0, True)
 
 
 def test_job_that_is_preempted_without_a_signal_is_requeued(tmp_path: Path) -> None:
     preempted = "   PreemptEligibleTime=2026-01-01T00:00:00 PreemptTime=2026-01-01T00:00:00"
-    status, out = run_script(tmp_path, "exit 4", JOB=preempted)
-    assert status == 0
-    assert "requeued 7" in out
-    assert "requeued" not in run_script(tmp_path, "exit 0", JOB=preempted)[1]
+    status, _, requeued = run_script(tmp_path, "exit 4", JOB=preempted)
+    assert (status, requeued) == (0, True)
+    assert run_script(tmp_path, "exit 0", JOB=preempted)[2] is False
 
 
-def test_cancelled_job_is_not_requeued(tmp_path: Path) -> None:
-    status, out = run_script(tmp_path, WAITING, state="COMPLETING", terminate=True)
-    assert status == 9
-    assert "requeued" not in out
+@pytest.mark.parametrize("away", [False, True])
+@pytest.mark.parametrize("signals", [[signal.SIGTERM], [signal.SIGUSR1], [signal.SIGUSR1, signal.SIGTERM]])
+def test_cancelled_job_is_not_requeued(tmp_path: Path, signals: list[signal.Signals], away: bool) -> None:
+    driver = WAITING.replace("exit 143", "sleep 0.3; exit 143")
+    status, _, requeued = run_script(tmp_path, driver, state="COMPLETING None", signals=signals, away=away)
+    assert (status, requeued) == (143, False)
+
+
+def test_failure_is_not_requeued_even_near_the_time_limit(tmp_path: Path) -> None:
+    failing = WAITING.replace("exit 143", "exit 1")
+    status, out, requeued = run_script(tmp_path, failing, signals=[signal.SIGUSR1])
+    assert (status, requeued) == (1, False)
+    assert "ended with status 1" in out
+
+
+def test_script_alone_asked_to_stop_is_not_requeued(tmp_path: Path) -> None:
+    status, _, requeued = run_script(tmp_path, WAITING, signals=[signal.SIGTERM])
+    assert (status, requeued) == (143, False)
 
 
 def test_job_with_no_requeues_left_is_not_requeued(tmp_path: Path) -> None:
-    status, out = run_script(tmp_path, WAITING, terminate=True, SLURM_RESTART_COUNT="100")
-    assert status == 9
-    assert "requeued" not in out
+    status, _, requeued = run_script(tmp_path, WAITING, signals=[signal.SIGUSR1], SLURM_RESTART_COUNT="100")
+    assert (status, requeued) == (143, False)
 
 
 def test_command_that_finishes_when_asked_to_stop_is_done(tmp_path: Path) -> None:
-    status, out = run_script(tmp_path, WAITING.replace("exit 9", "exit 0"), terminate=True)
-    assert status == 0
-    assert "requeued" not in out
+    finishing = WAITING.replace("exit 143", "exit 0")
+    status, _, requeued = run_script(tmp_path, finishing, signals=[signal.SIGUSR1])
+    assert (status, requeued) == (0, False)
+
+
+# -- quoting -----------------------------------------------------------------------------------------------------------
+
+HOSTILE = """it's a "set" $HOME `id` $(id) ; & | > \\ \\" ${x:-$(id)} * ~ #SBATCH {per_node} %j !\ttab é"""
+STAND_IN = """#!/bin/bash
+case "$3" in
+  endpoint) echo 127.0.0.1 1 2 3;;
+  *) printf '%s\\0' "$@" >> "$ARGUMENTS";;
+esac
+"""
+"""Stand-in for Python that appends its arguments to a file."""
+SRUN = """#!/bin/bash
+while [[ $1 == --* ]]; do shift; done
+exec "$@"
+"""
+
+
+def collect_arguments(folder: Path, job: SlurmJob) -> list[str]:
+    """Run the script of a job with stand-ins for SLURM; return the arguments of every process that it starts."""
+    for name, text in (("python", STAND_IN), ("srun", SRUN)):
+        (folder / name).write_text(text)
+        (folder / name).chmod(0o755)
+    arguments = folder / "arguments"
+    arguments.write_bytes(b"")
+    environment = {"PATH": f"{folder}:/usr/bin:/bin", "ARGUMENTS": str(arguments), "STATE": "RUNNING None", "JOB": ""}
+    environment |= {"SLURM_JOB_ID": "7", "SLURM_JOB_NAME": "n", "SLURM_JOB_NODELIST": "node0", "SLURM_NODEID": "0"}
+    environment |= {"SLURM_JOB_NUM_NODES": "1", "AWAY": "", "REQUEUED": "", "DISK": "/local disk"}
+    command = ["bash", "-c", FAKE_SLURM + render_script(job)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stderr == ""
+    return arguments.read_bytes().decode().split("\0")
+
+
+def read_directives(text: str) -> list[str]:
+    """Return the options that sbatch reads in a script, as its own parser does (`_get_argument` of sbatch)."""
+    options = []
+    for line in text.split("\n")[1:]:
+        if not line.startswith("#"):
+            break
+        if not line.startswith("#SBATCH"):
+            continue
+        quote, option, characters = "", "", iter(line.removeprefix("#SBATCH").strip())
+        for character in characters:
+            if character == "\\":
+                option += next(characters)
+            elif quote and character == quote:
+                quote = ""
+            elif not quote and character in "'\"":
+                quote = character
+            else:
+                assert quote or not (character.isspace() or character == "#"), line
+                option += character
+        options.append(option)
+    return options
+
+
+def test_torchrun_that_was_asked_to_stop_counts_as_stopped(tmp_path: Path) -> None:
+    """torchrun itself ends with status 1 when its ranks stop."""
+    programs = {
+        "python": '#!/bin/bash\nif [ "$3" = endpoint ]; then echo 127.0.0.1 1 2 3; exit; fi\n'
+        "trap 'exit 1' TERM; echo ready; while :; do sleep 0.05; done\n",
+        "srun": SRUN.replace("exec", 'echo $$ > "$STEP"; exec'),
+    }
+    for name, text in programs.items():
+        (tmp_path / name).write_text(text)
+        (tmp_path / name).chmod(0o755)
+    # As SLURM does, the signal goes to every process of the step.
+    scancel = 'scancel() { read -r pid < "$STEP"; pkill -TERM -P "$pid"; kill -TERM "$pid"; }\n'
+    job = SlurmJob(
+        command=("train", "d", "--run", "r"),
+        launcher="torchrun",
+        python=str(tmp_path / "python"),
+        output=str(tmp_path),
+    )
+    environment = {"PATH": f"{tmp_path}:/usr/bin:/bin", "STEP": str(tmp_path / "step"), "STATE": "SIGNALING None"}
+    environment |= {"SLURM_JOB_ID": "7", "SLURM_JOB_NAME": "n", "SLURM_JOB_NODELIST": "node0", "SLURM_NODEID": "0"}
+    environment |= {"SLURM_JOB_NUM_NODES": "1", "AWAY": "", "JOB": "", "KILLED": "", "REQUEUED": str(tmp_path / "q")}
+    with subprocess.Popen(
+        ["bash", "-c", FAKE_SLURM + scancel + render_script(job)], env=environment, stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        while "ready" not in process.stdout.readline():
+            pass
+        process.send_signal(signal.SIGUSR1)
+        out = process.stdout.read()
+    assert process.returncode == 0, out
+    assert (tmp_path / "q").exists()
+
+
+@pytest.mark.parametrize("launcher", ["none", "torchrun", "ray"])
+def test_hostile_words_arrive_unchanged(tmp_path: Path, launcher: str) -> None:
+    words = ("train", HOSTILE, "--run", HOSTILE, f"description={HOSTILE}\ntouch /tmp/x\n#SBATCH --a")
+    job = SlurmJob(
+        command=words,
+        launcher=launcher,
+        run=HOSTILE,
+        stage=HOSTILE,
+        local_disk="$DISK/`id`$(id)${x:-$(id)}",
+        python=str(tmp_path / "python"),
+        output=str(tmp_path),
+    )
+    arguments = collect_arguments(tmp_path, job)
+    start = arguments.index("train")
+    assert tuple(arguments[start : start + len(words)]) == words
+    disk = f"/local disk/`id`$(id)${{x:-$(id)}}/voxlane-{getpass.getuser()}"
+    stage = arguments.index("stage")
+    assert arguments[stage + 1 : stage + 3] == [HOSTILE, disk]
+    assert f"loader.staged={disk}" in arguments
+
+
+_WORDS = st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"]), max_size=20)
+_LINES = st.text(st.characters(exclude_categories=["Cc", "Cs", "Zl", "Zp"]) | st.just("\t"), max_size=20)
+_NAMES = _LINES.map(lambda text: re.sub(r"[\s'\"/\\]", "", text)).filter(bool)
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(words=st.lists(_WORDS, min_size=1, max_size=4), setting=_LINES)
+def test_every_word_of_a_command_arrives_as_data(tmp_path: Path, words: list[str], setting: str) -> None:
+    words = ["predict", *words]
+    job = SlurmJob(
+        command=words,
+        launcher="none",
+        run=setting,
+        python=str(tmp_path / "python"),
+        output=str(tmp_path),
+        setup=["printf '%s\\0' " + shlex.quote(setting) + ' >> "$ARGUMENTS"'],
+    )
+    assert collect_arguments(tmp_path, job) == [setting, "-m", "voxlane", *words, ""]
+
+
+@given(run=_LINES, name=_NAMES, account=_NAMES, partition=_NAMES, constraint=_NAMES, output=_LINES, extra=_LINES)
+def test_directives_hold_values_as_data(
+    run: str, name: str, account: str, partition: str, constraint: str, output: str, extra: str
+) -> None:
+    output = "/" + output.replace("\\", "")
+    options = {"run": run, "name": name, "account": account, "partition": partition, "constraint": constraint}
+    text = render_script(make_job(**options, output=output, sbatch=(f"--mail-user={extra}",)))
+    expected = {
+        f"--job-name={name}",
+        f"--comment=voxlane:train:{run}",
+        f"--account={account}",
+        f"--partition={partition}",
+        f"--constraint={constraint}",
+        f"--output={output.rstrip('/')}/{name}-".replace("%", "%%") + "%j.log",
+        f"--mail-user={extra}",
+    }
+    directives = read_directives(text)
+    assert expected <= set(directives)
+    assert len(directives) == len(parse_directives(render_script(make_job()))) + 4
+
+
+@pytest.mark.parametrize("action", ["render", "submit"])
+def test_line_break_in_the_run_is_refused(action: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["slurm", action, "--", "train", "gs://b/d", "--run", "gs://b/r\ntouch /tmp/x"]) == 1
+    error = capsys.readouterr().err
+    assert "run: 'gs://b/r\\ntouch /tmp/x' contains a line break" in error
+    assert len(error.splitlines()) == 1
 
 
 # -- messages ----------------------------------------------------------------------------------------------------------

@@ -30,6 +30,7 @@ _HEAD_INTERVAL_S, _HEAD_MISSES = 3.0, 4
 _HTTP2_HELLO = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])
 _HTTP2_SETTINGS = 4
 """Type of the first frame that a gRPC server, such as a Ray head, sends."""
+_TOKEN_MODE = "RAY_AUTH_MODE"
 _OBJECT_STORE_BYTES = 160 << 20
 _SOCKET_PATH_BYTES = 107
 _SESSION_NAME_BYTES = 70
@@ -225,26 +226,61 @@ def _check_reachable(address: str) -> None:
             f"--address: expected host:port, got {address!r}",
             fix="Give host:port of the cluster's head, such as 10.0.0.5:6379, or auto",
         )
-    if not _is_head(address):
+    answer = _ask_head(address) if _is_grpc_server(address) else None
+    if answer is None:
         raise ClusterError(
             f"no Ray cluster answers at {address}",
             fix="Check it with `ray status --address HOST:PORT`, or leave --address out to start one on this machine",
         )
+    if _is_token_missing(answer) and _enable_token():
+        answer = _ask_head(address)
+    if answer is not None and _is_token_missing(answer):
+        raise _token_error(address)
+    # Other errors are answers too: ray.init reports what they mean.
 
 
-def _is_head(address: str) -> bool:
-    """Return whether a Ray head answers there. Ray itself would keep trying for many minutes."""
+def _is_grpc_server(address: str) -> bool:
+    """Return whether a gRPC server, as a Ray head is one, answers there."""
     try:
         with _connect(address) as connection:
             connection.sendall(_HTTP2_HELLO)
             frame = connection.recv(9)  # length (3 bytes), type, flags, stream
     except (OSError, OverflowError):
         return False
-    if len(frame) < 4 or frame[3] != _HTTP2_SETTINGS:
-        return False
+    return len(frame) >= 4 and frame[3] == _HTTP2_SETTINGS
+
+
+def _ask_head(address: str) -> Future[Any] | None:
+    """Return the result of connecting to a Ray head; None if it does not answer. Ray itself would keep trying for many
+    minutes."""
     raylet: Any = importlib.import_module("ray._raylet")
-    # An error is an answer too: ray.init reports what it means.
-    return bool(futures.wait([run_in_thread(partial(raylet.GcsClient, address=address))], timeout=_ANSWER_S).done)
+    answer = run_in_thread(partial(raylet.GcsClient, address=address))
+    return answer if futures.wait([answer], timeout=_ANSWER_S).done else None
+
+
+def _is_token_missing(answer: Future[Any]) -> bool:
+    """Return whether a head refused this process because of its token."""
+    return type(answer.exception()).__name__ == "AuthenticationError"
+
+
+def _enable_token() -> bool:
+    """Send the user's token from now on; return False if there is none, or if the user has set Ray's mode.
+
+    A token is enough for `ray start --head`, but a process that connects sends it only if the mode is set too.
+    """
+    raylet: Any = importlib.import_module("ray._raylet")
+    if _TOKEN_MODE in os.environ or not raylet.AuthenticationTokenLoader.instance().has_token(ignore_auth_mode=True):
+        return False
+    os.environ[_TOKEN_MODE] = "token"
+    raylet.Config.initialize("")  # Ray has read the mode already
+    return True
+
+
+def _token_error(address: str | None) -> ClusterError:
+    return ClusterError(
+        f"the Ray cluster at {address} rejects the token",
+        fix="Set RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN to the token it was started with",
+    )
 
 
 def is_listening(address: str) -> bool:
@@ -305,8 +341,8 @@ def _explain_connection_error(address: str | None, error: Exception) -> ClusterE
     problem = f"does not accept this machine: {text}"
     fix = f"Run on one of its nodes, or join it first: ray start --address={address}"
     if "uthenti" in str(error) or "token" in str(error):
-        problem, fix = "rejects the token", "Set RAY_AUTH_TOKEN to the token it was started with"
-    elif "ersion mismatch" in str(error):
+        return _token_error(address)
+    if "ersion mismatch" in str(error):
         problem, fix = f"has another version: {text[:200]}", "Install the same version on all"
     elif address == "auto":
         return ClusterError(

@@ -101,8 +101,7 @@ def submit(job: SlurmJob) -> JobRecord:
                 f"SLURM would keep the job waiting forever: {explain_wait(queued)}",
                 fix=f"Request less than {_describe_request(job)}; `sinfo` lists what the cluster has",
             )
-    log = job.log.replace("%x", job.job_name).replace("%j", str(number))
-    record = JobRecord(number, job.job_name, list(job.command), job.run, log, text, time.time())
+    record = JobRecord(number, job.job_name, list(job.command), job.run, job.log_path(number), text, time.time())
     _write_record(record)
     return record
 
@@ -317,7 +316,15 @@ def _last_message(stderr: str) -> str:
 
 def _run(command: list[str], text: str | None = None) -> subprocess.CompletedProcess[str]:
     try:
-        return subprocess.run(command, input=text, capture_output=True, text=True, check=False, timeout=_TIMEOUT_S)
+        return subprocess.run(
+            command,
+            input=text,
+            capture_output=True,
+            text=True,
+            errors="surrogateescape",
+            check=False,
+            timeout=_TIMEOUT_S,
+        )
     except FileNotFoundError:
         raise ClusterError(
             f"{command[0]} is not installed: this machine does not belong to a SLURM cluster",

@@ -11,6 +11,7 @@ import re
 import shlex
 import sys
 from collections.abc import Sequence
+from itertools import cycle
 from typing import Annotated
 
 import pydantic
@@ -23,36 +24,66 @@ OBJECT_STORE_BYTES = 200_000_000
 """Object store of each node's Ray. It is small, because data comes from the bucket and gradients go by gloo or NCCL."""
 FIRST_PORT, PORTS = 20_000, 10_000
 """Range in which a job looks for ports: below those that Linux gives to outgoing connections (from 32768)."""
+_REQUEUE_S = 300
+"""Seconds within which a job tries again to return to the queue while SLURM's controller does not answer."""
 _TAG = "voxlane"
+_CONTROL_CHARACTERS = re.compile(r"[\x00-\x08\x0a-\x1f\x7f-\x9f\u2028\u2029]")
+"""Characters other than tabs that end a line somewhere, or that a terminal obeys."""
 
 
 def _require(pattern: str, message: str) -> pydantic.AfterValidator:
     """Return the check that a text matches `pattern`; `message` completes the error about one that does not."""
 
     def check(text: str) -> str:
-        if not re.match(pattern, text):
+        if not re.fullmatch(pattern, text):
             raise ValueError(f"{text!r} {message}")
         return text
 
     return pydantic.AfterValidator(check)
 
 
-def _check_lines(lines: tuple[str, ...]) -> tuple[str, ...]:
-    if any("\n" in line for line in lines):
-        raise ValueError("contains a line break; give one line at a time")
-    return lines
+def _check_line(text: str) -> str:
+    """Reject text that would end its line in the script, or change what a terminal shows of it."""
+    if match := _CONTROL_CHARACTERS.search(text):
+        if match[0] == "\n":
+            raise ValueError(f"{text!r} contains a line break; give one line at a time")
+        raise ValueError(f"{text!r} contains the control character {match[0]!r}; remove it")
+    return text
 
 
+def _check_word(text: str) -> str:
+    if "\0" in text:
+        raise ValueError(f"{text!r} contains a zero byte, which no command line can hold; remove it")
+    return text
+
+
+def _check_sbatch_option(text: str) -> str:
+    if not re.match(r"--?[A-Za-z]", text):
+        raise ValueError(f"{text!r} is not an option; give one such as --sbatch=--exclusive")
+    if re.match(r"--[\w-]*\s", text):
+        raise ValueError(f"{text!r} must be one word; write it as --sbatch=--NAME=VALUE")
+    if re.match(r"--signal\b", text):
+        raise ValueError("set the time of SLURM's warning with --grace; the job relies on the signal")
+    return text
+
+
+_LINE = pydantic.AfterValidator(_check_line)
+Line = Annotated[str, _LINE]
+LogFolder = Annotated[
+    Line, _require(r"[^\\]*", "contains a backslash, which SLURM does not allow in the path of a log")
+]
+Word = Annotated[str, pydantic.AfterValidator(_check_word)]
 TimeLimit = Annotated[
     str,
     _require(
-        r"^(\d+|\d+:\d\d|\d+:\d\d:\d\d|\d+-\d+(:\d\d){0,2}|infinite|UNLIMITED)$",
+        r"[0-9]+|[0-9]+(:[0-9]{2}){1,2}|[0-9]+-[0-9]+(:[0-9]{2}){0,2}|infinite|UNLIMITED",
         "is not a time; give minutes, 12:00:00 or 2-12",
     ),
 ]
-MemorySize = Annotated[str, _require(r"^\d+[KMGTkmgt]?$", "is not a size; give it as 64G or 64000M")]
-SlurmName = Annotated[str, _require(r"^[^\s'\"]+$", "is not a valid SLURM name: remove spaces and quotes")]
-Lines = Annotated[tuple[str, ...], pydantic.AfterValidator(_check_lines)]
+MemorySize = Annotated[str, _require(r"[0-9]+[KMGTkmgt]?", "is not a size; give it as 64G or 64000M")]
+SlurmName = Annotated[str, _require(r"[^\s'\"]+", "is not a valid SLURM name: remove spaces and quotes"), _LINE]
+JobName = Annotated[SlurmName, _require(r"[^/]+", "is not a valid name of a job and its log: remove slashes")]
+SbatchOption = Annotated[str, _LINE, pydantic.AfterValidator(_check_sbatch_option)]
 
 
 @record
@@ -79,16 +110,16 @@ class JobOptions:
     """Quality of service."""
     constraint: Annotated[SlurmName | None, Flag(metavar="FEATURES")] = None
     """Features that the nodes must have."""
-    name: SlurmName | None = None
+    name: JobName | None = None
     """Name of the job (default: voxlane-train and such)."""
-    output: Annotated[str, Flag(metavar="DIR")] = "."
+    output: Annotated[LogFolder, Flag(metavar="DIR")] = "."
     """Folder for logs, on a disk that the login node and the job's nodes share."""
-    local_disk: Annotated[str | None, Flag(metavar="DIR")] = None
+    local_disk: Annotated[Line | None, Flag(metavar="DIR")] = None
     """Folder on every node's own disk for staged data; may name variables of the job, such as '$TMPDIR'. The data stays
     for the next job unless the cluster removes it."""
-    setup: Annotated[Lines, Flag(metavar="LINE")] = ()
+    setup: Annotated[tuple[Line, ...], Flag(metavar="LINE")] = ()
     """Shell line to run before everything else, such as 'module load cuda' (repeatable)."""
-    sbatch: Annotated[Lines, Flag(metavar="OPTION")] = ()
+    sbatch: Annotated[tuple[SbatchOption, ...], Flag(metavar="OPTION")] = ()
     """Other option for sbatch, such as --sbatch=--exclusive (repeatable)."""
     requeues: Annotated[int, pydantic.Field(ge=0)] = 100
     """Largest number of restarts after a preemption, a lost node or the time limit."""
@@ -96,7 +127,7 @@ class JobOptions:
     """Seconds before the time limit at which the command is told to stop."""
     start_s: Annotated[int, pydantic.Field(ge=10), Flag(long="--start-timeout", metavar="SECONDS")] = 300
     """Seconds within which every node must have joined."""
-    python: Annotated[str | None, Flag(metavar="PATH")] = None
+    python: Annotated[Line | None, Flag(metavar="PATH")] = None
     """Python interpreter on the job's nodes (default: the one that runs this command)."""
 
 
@@ -104,14 +135,14 @@ class JobOptions:
 class SlurmJob(JobOptions):
     """One SLURM job: its resources, and the voxlane command that runs on them."""
 
-    command: tuple[str, ...] = pydantic.Field(min_length=1)
+    command: tuple[Word, ...] = pydantic.Field(min_length=1)
     """Arguments after `voxlane`, such as train DATA --run RUN."""
     launcher: Launcher = "ray"
     """Launcher of the ranks. ray: a Ray cluster over the job's nodes. torchrun: one torchrun per node. none: only the
     command, on one node."""
-    run: str = ""
+    run: Line = ""
     """URI of the run, which the job's comment carries for `voxlane slurm status`."""
-    stage: str | None = None
+    stage: Line | None = None
     """Prepared dataset to copy to every node's own disk first."""
 
     @pydantic.model_validator(mode="after")
@@ -144,10 +175,9 @@ class SlurmJob(JobOptions):
         """Name of the job in `squeue`."""
         return self.name or "-".join([_TAG, *self.command_name.split()])
 
-    @property
-    def log(self) -> str:
-        """Path of the job's log; SLURM replaces %x by its name and %j by its number."""
-        return f"{self.output.rstrip('/')}/%x-%j.log"
+    def log_path(self, number: int | str) -> str:
+        """Return the path of the log of the job with this number."""
+        return f"{self.output.rstrip('/')}/{self.job_name}-{number}.log"
 
 
 def format_comment(command: str, run: str) -> str:
@@ -196,12 +226,13 @@ def directives(job: SlurmJob) -> list[str]:
         "account": job.account,
         "qos": job.qos,
         "constraint": job.constraint,
-        "output": job.log,
+        "output": "%j".join(part.replace("%", "%%") for part in job.log_path("\0").split("\0")),
         "open-mode": "append",
-        "signal": f"B:TERM@{job.grace_s}",
+        "signal": f"B:USR1@{job.grace_s}",
     }
-    lines = [f"--{name}={_quote_directive(str(value))}" for name, value in options.items() if value is not None]
-    return [*lines, "--requeue" if job.requeues else "--no-requeue", *job.sbatch]
+    words = [f"--{name}={value}" for name, value in options.items() if value is not None]
+    words += ["--requeue" if job.requeues else "--no-requeue", *job.sbatch]
+    return [_quote_directive(word) for word in words]
 
 
 def render_script(job: SlurmJob) -> str:
@@ -216,10 +247,12 @@ def render_script(job: SlurmJob) -> str:
         *(f"#SBATCH {line}" for line in directives(job)),
         "# Generated by `voxlane slurm` for sbatch. It needs nothing but the interpreter below on every node.",
         "",
+        "warned= stopping=; trap 'warned=yes' USR1  # SLURM's warning before the time limit",
         f"python={shlex.quote(job.python or sys.executable)}",
         f"requeues={job.requeues}",
         f"start_s={job.start_s}",
         f"patience_s={job.grace_s * 2 // 3}",
+        f"requeue_s={_REQUEUE_S}",
         # Jobs with nearby numbers look for ports in ranges far apart.
         f"first_port=$(({FIRST_PORT} + SLURM_JOB_ID * 16 % {PORTS}))",
         f"logs={shlex.quote(job.output.rstrip('/') or '/')}/$SLURM_JOB_NAME-$SLURM_JOB_ID",
@@ -236,15 +269,22 @@ def render_script(job: SlurmJob) -> str:
     return "\n".join(parts)
 
 
-def _quote_directive(text: str) -> str:
-    """Quote a value for a #SBATCH line, which supports double quotes but no escapes."""
-    return text if re.match(r"^[\w@%+=:,./-]*$", text) else '"' + text.replace('"', "") + '"'
+def _quote_directive(word: str) -> str:
+    """Quote an option for a #SBATCH line. Within double quotes, sbatch replaces nothing but escapes."""
+    if re.fullmatch(r"[\w@%+=:,./-]*", word):
+        return word
+    name, equals, value = word.partition("=") if re.match(r"--[\w-]+=", word) else ("", "", word)
+    escaped = value.replace("\\", "\\\\").replace('"', '\\"')
+    return f'{name}{equals}"{escaped}"'
 
 
 def _quote_expanding(text: str) -> str:
-    """Quote text so that the node's variables expand and commands do not run."""
-    escaped = text.replace("\\", "\\\\").replace('"', '\\"').replace("`", "\\`").replace("$(", "\\$(")
-    return f'"{escaped}"'
+    """Quote text as one shell word in which $NAME and ${NAME} expand; nothing else does, and no command runs."""
+    parts = re.split(r"(\$[A-Za-z_]\w*|\$\{[A-Za-z_]\w*\})", text, flags=re.ASCII)
+    words = [
+        f'"{part}"' if is_variable else shlex.quote(part) for part, is_variable in zip(parts, cycle((False, True)))
+    ]
+    return "".join(word for word in words if word != "''") or "''"
 
 
 _COMMON = r"""
@@ -257,7 +297,7 @@ background=()    # process ids of the sruns that run beside the command
 driver=          # process id of the process that the script waits for
 in_steps=        # set if that process is an srun
 watch=
-stopping=        # the job's state when it was asked to stop
+requeued=
 
 say() { printf '%s voxlane: %s\n' "$(date '+%F %T')" "$*"; }
 node() { exec "$python" -m voxlane.cluster.slurm.node "$@"; }
@@ -269,30 +309,70 @@ await() {
 }
 
 # An srun that gets SIGTERM kills its tasks; this lets them stop by themselves. It does not signal this script.
-end_steps() { scancel --quiet --signal=TERM "$SLURM_JOB_ID" 2> /dev/null; }
+end_steps() {
+  for _ in 1 2 3; do scancel --quiet --signal=TERM "$SLURM_JOB_ID" 2> /dev/null && return 0; sleep 1; done
+}
 
-preempted() { scontrol show job "$SLURM_JOB_ID" | grep -q ' PreemptTime=[0-9]'; }
+# Prints what SLURM does with the job. While a job ends, its state is COMPLETING for every cause; the reason tells them
+# apart. Every other state, such as SIGNALING, says only that SLURM does not end it.
+cause() {
+  local details
+  details=$(scontrol show job "$SLURM_JOB_ID" 2> /dev/null) || return 1
+  case "$details " in
+    *" Restarts=$((restarts + 1)) "*) echo requeued;;
+    *' JobState=TIMEOUT '*|*' Reason=TimeLimit '*) echo limit;;
+    *' PreemptTime='[0-9]*) echo preempted;;
+    *' JobState='COMPLETING*|*' JobState='CANCELLED*|*' JobState='*FAIL*|*' JobState='DEADLINE*) echo ended;;
+    *) echo alive;;
+  esac
+}
 
-# SLURM's warning before the time limit reaches this shell alone; scancel reaches everything.
-stop_requested() {
-  [ -z "$stopping" ] || return
-  stopping=$(squeue -h -j "$SLURM_JOB_ID" -o %T 2> /dev/null)
-  say "asked to stop (the job is ${stopping:=GONE})"
+# Returns the job to the queue for one of these causes; tries again while the controller is away. In what traps call,
+# `return` has a status: without one, bash returns that of the interrupted command.
+requeue_if() {  # CAUSE...
+  local found answer deadline=$((SECONDS + requeue_s))
+  [ "$restarts" -lt "$requeues" ] && [ -z "$requeued" ] || return 0
+  while :; do
+    if found=$(cause); then
+      case " requeued $* " in *" $found "*) ;; *) return 0;; esac
+      # SLURM may kill scontrol as a process of the job that it requeues; the next answer is then `requeued`.
+      if [ "$found" = requeued ] || answer=$(scontrol requeue "$SLURM_JOB_ID" 2>&1); then requeued=yes; return 0; fi
+      case $answer in *disabled*|*'Invalid job'*|*ermission*) break;; esac
+    fi
+    [ "$SECONDS" -lt "$deadline" ] || break
+    sleep 1
+  done
+  say "could not return to the queue: ${answer:-SLURM does not answer}"
+}
+
+stop() {
+  [ -z "$stopping" ] || return 0
+  stopping=yes
+  say "asked to stop: $1"
   [ -z "$driver" ] || end_driver
 }
 end_driver() {
-  [ -z "$watch" ] || return
+  [ -z "$watch" ] || return 0
   if [ -n "$in_steps" ]; then end_steps; else kill -TERM "$driver" 2> /dev/null; fi
-  # Kill a process that does not stop in time; otherwise SLURM would kill this script too, and nothing would requeue.
-  { read -rt "$patience_s" <> <(:); kill -KILL "$driver" 2> /dev/null; } &
+  # Kill a process that does not stop in time; otherwise SLURM would kill this script too.
+  # Its status is 0 only if it got that far; `finish` may not end it between the kill and its exit.
+  { read -rt "$patience_s" <> <(:); trap '' TERM; kill -KILL "$driver" 2> /dev/null; exit 0; } &
   watch=$!
 }
-trap stop_requested TERM INT
+# SLURM sends SIGUSR1, to this shell alone, before the time limit. SIGTERM comes with the end of the job: at the time
+# limit, if it did not stop or the warning was lost, and when somebody cancels it.
+trap 'warned=yes; stop "the time limit is near"' USR1
+trap 'stop SIGTERM; requeue_if limit' TERM INT
+[ -z "$warned" ] || stop 'the time limit is near'
 
 # Ends everything that was started beside the command, on every node, and then the job with this status.
 finish() {
-  local result=$1 pid
-  [ -z "$watch" ] || kill "$watch" 2> /dev/null
+  local result=$1 pid killed=
+  if [ -n "$watch" ]; then
+    kill "$watch" 2> /dev/null
+    await "$watch"
+    [ "$status" -ne 0 ] || killed=yes  # it did not stop in time
+  fi
   if [ "${#background[@]}" -gt 0 ]; then
     end_steps
     # The srun of a node that is down never ends.
@@ -301,11 +381,17 @@ finish() {
     for pid in "${background[@]}"; do await "$pid"; done
     kill "$watch" 2> /dev/null
   fi
-  # A preemption with a grace time ends the steps, and with them the command, without a signal to this script.
-  [ -n "$stopping" ] || ! preempted || stopping=RUNNING
-  if [ "$result" -ne 0 ] && [ "$stopping" = RUNNING ] && [ "$restarts" -lt "$requeues" ]; then
+  if [ "$result" -ne 0 ]; then
+    # A preemption with a grace time ends the steps, and with them the command, without a signal to this script.
+    if [ -n "$warned" ] && { [ "$result" -eq 143 ] || [ -n "$killed" ]; }; then
+      requeue_if alive limit preempted
+    else
+      requeue_if preempted
+    fi
+  fi
+  if [ -n "$requeued" ]; then
     say "returns to the queue, to continue from the last checkpoint"
-    scontrol requeue "$SLURM_JOB_ID" && exit 0
+    exit 0
   fi
   say "ended with status $result after $SECONDS s"
   exit "$result"
@@ -328,7 +414,7 @@ driver=$! in_steps=yes
 await "$driver"
 in_steps=
 [ "$status" -eq 0 ] || staged=()
-[ -z "$stopping" ] || finish 1
+[ -z "$stopping" ] || finish 143
 """
 
 _RAY = r"""
@@ -367,7 +453,8 @@ wait_for_ray() {{  # HOST...
   driver=$!
   await "$driver"
   [ "$status" -ne 0 ] || return
-  [ -n "$stopping" ] || tail -n 15 "$logs"-ray-*.log
+  [ -z "$stopping" ] || finish 143
+  tail -n 15 "$logs"-ray-*.log
   finish 1
 }}
 
@@ -381,10 +468,17 @@ for host in "${{hosts[@]:1}}"; do start_ray "$host" --address="$address"; done
 _TORCHRUN = r"""
 export python endpoint=$head_ip:$port TORCH_CPP_LOG_LEVEL=ERROR
 torchrun_node() {{
-  local hosting=False; [ "$SLURM_NODEID" -ne 0 ] || hosting=True
-  exec "$python" -m torch.distributed.run --nnodes="$SLURM_JOB_NUM_NODES" --nproc-per-node={per_node} \
+  local hosting=False status stopped=
+  [ "$SLURM_NODEID" -ne 0 ] || hosting=True
+  # torchrun does not pass on that its ranks stopped because they were asked to.
+  trap 'stopped=yes' TERM
+  "$python" -m torch.distributed.run --nnodes="$SLURM_JOB_NUM_NODES" --nproc-per-node={per_node} \
     --rdzv-backend=c10d --rdzv-endpoint="$endpoint" --rdzv-id="$SLURM_JOB_ID" --rdzv-conf="is_host=$hosting" \
-    --max-restarts={retries} --shutdown-timeout=15 -m -- voxlane "$@"
+    --max-restarts={retries} --shutdown-timeout=15 -m -- voxlane "$@" &
+  wait "$!"; status=$?
+  while kill -0 "$!" 2> /dev/null; do wait "$!"; status=$?; done
+  if [ -n "$stopped" ] && [ "$status" -ne 0 ]; then exit 143; fi
+  exit "$status"
 }}
 export -f torchrun_node
 in_steps=yes
@@ -394,7 +488,7 @@ run() {{
 """
 
 _RUN = r"""driver=
-[ -z "$stopping" ] || finish 1
+[ -z "$stopping" ] || finish 143
 run "${words[@]}" &
 driver=$!
 [ -z "$stopping" ] || end_driver  # asked to stop before the line above

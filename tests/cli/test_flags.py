@@ -205,7 +205,7 @@ def test_every_flag_has_help() -> None:
         (["app", "depoly"], "voxlane app: unknown command 'depoly'. Did you mean deploy?"),
         (["checkpoint", "zzz"], "Choose from: ls, latest, verify, rm, gc, cp"),
         (["train", "d", "--rum", "r"], "voxlane train: "),
-        (["operator", "agent"], "voxlane operator agent: missing COMMAND. Choose from: stage, remove"),
+        (["operator", "agent"], "voxlane operator agent: missing COMMAND. Choose from: prepare, stage, remove"),
         (["bench", "loading"], "voxlane bench loading: missing DATA. See: voxlane bench loading --help"),
         (
             ["bench", "checkpoint", "--save-only", "--load-only", "--dir", "x"],

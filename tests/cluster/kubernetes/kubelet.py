@@ -398,6 +398,8 @@ class Kubelet:
                     (folder / name).write_text(text)
             if "nfs" in volume:
                 folder = Path(volume["nfs"]["path"])
+            if "persistentVolumeClaim" in volumes[mount["name"]]:
+                os.chown(folder, os.geteuid(), os.getegid())  # the pods' processes run as this user, not as copiers'
             mounts.append((mount["mountPath"], folder / mount.get("subPath", "")))
         return sorted(mounts, key=lambda pair: -len(pair[0]))
 

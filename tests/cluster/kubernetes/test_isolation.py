@@ -100,7 +100,7 @@ def test_copier_without_privileges_fills_only_its_folder(gcs: Bucket, put: Put, 
         reader += [f"--{kind}={drop}+dac_read_search" for kind, drop in (("bounding-set", "-all,"), ("inh-caps", ""))]
         reader += ["--ambient-caps=+dac_read_search"]
         command = [*reader, sys.executable, "-m", "voxlane", "operator", "agent", "stage"]
-        command += ["--folder=/proc/self/cwd", "--name=d"]
+        command += [f"--folder={folder}", "--name=d"]
         command += ["--source=gs://bkt/d", "--node=n", "--dataset=team/d", "--uid=u", "--disk-reserve=0"]
         environment = {"PATH": os.environ["PATH"], "STORAGE_EMULATOR_HOST": emulator.url, "HOME": "/nonexistent"}
         environment |= {name: os.environ[name] for name in ("PYTHONPATH",) if name in os.environ}

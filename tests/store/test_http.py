@@ -90,6 +90,11 @@ def test_a_server_that_speaks_no_http_is_a_transient_error(serve: Serve, answer:
         pass
 
 
+def test_endpoints_of_other_schemes_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"ftp://127.0.0.1: the endpoint must start with http:// or https://"):
+        HttpPool("ftp://127.0.0.1", StoreConfig())
+
+
 def test_requests_carry_host_length_and_the_given_headers(serve: Serve) -> None:
     pool, requests = serve(b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n")
     with pool.request("PUT", "/b/k?x=1", {"accept-encoding": "gzip"}, b"", uri="gs://b/k") as response:

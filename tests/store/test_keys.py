@@ -382,3 +382,9 @@ def test_object_that_gcs_would_unpack_is_read_as_stored(gcs: Bucket, emulator: E
     assert bytes(store.get(key, 5, 20)) == stored[5:20]
     assert bytes(gcs.store.get_end(key, 10)[1]) == stored[-10:]
     assert list(MapDataset(gcs.uri, config=gcs.config)) == [stored]
+
+
+def test_reading_an_empty_key_says_what_is_missing(bucket: Bucket) -> None:
+    for read in (bucket.store.get, bucket.store.get_bytes, bucket.store.head):
+        with pytest.raises(errors.ConfigError, match="the URI names no object"):
+            read("")

@@ -277,6 +277,7 @@ class Store:
     def _read(self, kind: str, key: str, attempt: Callable[[], _T]) -> _T:
         """Call `attempt`, which asks `engine_for(key)`. GCS unpacks objects that are stored with Content-Encoding gzip
         for clients that do not ask for the stored bytes, and then sends no length; plain requests ask for them."""
+        self._check_names_object(key)
         try:
             return self.call(kind, self.uri(key), attempt)
         except UnknownLengthError:
@@ -482,6 +483,10 @@ class Store:
             _inherited.append((self._native, self._direct, self._pools))
             self._reset()
             self._pid = pid
+
+    def _check_names_object(self, key: str) -> None:
+        if not key:
+            raise ConfigError("the URI names no object", uri=self.root, fix="Add a name after the slash")
 
     def _check_version(self, meta: Any, etag: str | None, uri: str) -> None:
         # Azure's listings omit the quotes that its reads have.

@@ -95,6 +95,12 @@ class HttpPool:
         # Not `__del__`: in a reference cycle the sockets' finalizers could run first, and warn.
         weakref.finalize(self, _close_all, self._idle)
         self._tls: ssl.SSLContext | None = None
+        if self._endpoint.scheme not in _DEFAULT_PORTS:
+            raise ConfigError(
+                "the endpoint must start with http:// or https://",
+                uri=endpoint,
+                fix="Correct StoreConfig.endpoint, or the variable that holds it",
+            )
         is_direct = urllib.request.proxy_bypass(self._endpoint.netloc)
         self._proxy = None if is_direct else urllib.request.getproxies().get(self._endpoint.scheme)
         host = self._endpoint.netloc.rpartition("@")[2]
@@ -144,7 +150,11 @@ class HttpPool:
         lines = {name: value for name, value in lines.items() if name.lower() not in names} | dict(headers)
         pieces = [f"{method} {target} HTTP/1.1", *(f"{name}: {value}" for name, value in lines.items())]
         if any(map(_LINE_BREAK.search, pieces)):
-            raise ConfigError("a line break in a header or key of a request", uri=self._endpoint.geturl())
+            raise ConfigError(
+                "a header of the request would contain a line break",
+                uri=self._endpoint.geturl(),
+                fix="Remove line breaks from tokens and keys",
+            )
         return "\r\n".join([*pieces, "", ""]).encode("latin-1"), body
 
     def _acquire(self) -> tuple[HTTPConnection, bool]:

@@ -102,6 +102,7 @@ def test_messages(text: str) -> None:
         "store.token: expected text",
         "epochs=5 lr=0.1",
         "s3://b/c",
+        "kubectl create secret generic x --from-literal=AWS_SECRET_ACCESS_KEY=...",
     ],
 )
 def test_other_messages_stay(text: str) -> None:

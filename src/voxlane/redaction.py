@@ -51,6 +51,8 @@ _OBJECT_NAMES = ("secret", "pull_secret")
 """Fields with the name of a Kubernetes Secret, which is not secret itself."""
 _marked_fields: set[str] = set()
 _GOOGLE_SECRETS = ("private_key", "private_key_id", "client_secret", "refresh_token")
+_PLACEHOLDER = "..."
+"""Stands for the value in a command that a message suggests."""
 _MIN_LENGTH = 6
 """A shorter value is a word such as `true` or `none`, which would be redacted from every sentence."""
 _MIN_LINE_LENGTH = 16
@@ -114,7 +116,7 @@ def _redact_values(names: re.Pattern[str], text: str) -> str:
         end = text.find(end_quote, match.end()) if end_quote else -1
         if end < 0 and (value := _VALUE.match(text, match.end())):
             end = value.end()
-        if end > match.end():
+        if end > match.end() and text[match.end() : end] != _PLACEHOLDER:
             output += text[position : match.end()] + MARK_TEXT
             position = end
     return output + text[position:]

@@ -7,7 +7,7 @@ CONSTRAINTS := requirements/constraints.txt
 AZURITE := $(VENV)/azurite/node_modules/.bin/azurite-blob
 AZURITE_VERSION := 3.37.0
 
-.PHONY: help install demo demo-streaming demo-tune test test-cluster test-slurm test-faults test-gpu check bench bench-quick bench-report bench-scaling bench-step kill-test kill-train clean
+.PHONY: help install demo demo-streaming demo-tune test test-cluster test-faults test-slurm test-gpu check bench bench-quick bench-report bench-scaling bench-step kill-test kill-train clean
 
 help:  ## print this text
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 16
@@ -43,7 +43,7 @@ demo-tune: install  ## run a search of eight trials, stop the bad ones early, wr
 # Tests spend much of their time waiting for servers to start and processes to end.
 TEST_PROCESSES ?= 3
 
-test: install  ## run all tests but the cluster tests, against real servers that the tests start (about 14 minutes)
+test: install  ## run all tests but the cluster and fault tests, against real servers that the tests start (about 14 minutes)
 	@# Threads that spin while they wait would take the few cores from the other processes.
 	OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadscope $(PYTEST_ARGS)
 
@@ -57,7 +57,7 @@ test-slurm: install  ## run jobs on a real SLURM cluster of four nodes on this m
 	VOXLANE_SLURM=1 $(BIN)/python -m pytest tests/cluster/slurm $(PYTEST_ARGS)
 
 # With VOXLANE_SLURM=1, as root and after `make test-slurm`, this also runs 100 jobs of a real SLURM to their time limit.
-test-faults: install  ## run the harnesses that kill processes, break connections and damage input
+test-faults: install  ## run commands under injected faults, kills and bad scans (an hour or more)
 	OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m pytest -m faults $(PYTEST_ARGS)
 
 # Without a GPU, `make test` runs the same kernels in Triton's interpreter and skips tests that need a GPU.

@@ -143,7 +143,7 @@ def save_alone(pipe: Connection, uri: str, config: StoreConfig) -> None:
     os.setsid()
     torch.set_num_threads(1)
     report = Reporter(pipe)
-    report.announce(writer._Upload, "__init__", "uploading")
+    report.announce(writer, "open_upload", "uploading")
     report.announce(plain, "add_contents", "publishing")
     checkpoint = Checkpoint(uri, config)
     report.send("ready")

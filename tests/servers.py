@@ -18,6 +18,8 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
+from voxlane.processes import make_death_hook
+
 _START_ATTEMPTS = 5
 _UNASSIGNED_PORTS = range(10_000, 32_000)
 """Ports below those that the kernel assigns to connections and to servers that bind port 0."""
@@ -152,7 +154,7 @@ def _wait_for_server(
 @contextlib.contextmanager
 def _running(command: list[str], log: Path, environment: dict[str, str]) -> Iterator[subprocess.Popen[bytes]]:
     with open(log, "wb") as output:
-        process = subprocess.Popen(command, stdout=output, stderr=output, env=environment)
+        process = subprocess.Popen(command, stdout=output, stderr=output, env=environment, preexec_fn=make_death_hook())
     try:
         yield process
     finally:

@@ -12,6 +12,7 @@
     ├── CheckpointError: IncompleteError, CorruptError, UnsafeError, MismatchError, BusyError
     ├── VolumeError: ScanError, LayoutError, BadCasesError, PreparedError
     ├── RunError: NoMemoryError, ReportedError, StoppedError
+    ├── LeaseError
     ├── ClusterError: LostError, ForbiddenError (also a PermissionError), MissingObjectError, NotRunningError,
     │   DryRunUnsupportedError
     └── ManifestError, BuildError, TuneError
@@ -37,6 +38,7 @@ class VoxlaneError(Exception):
         if fix:
             text = f"{text.rstrip('.')}. {redact_text(fix)}"
         super().__init__(text)
+        self.message = message
         self.uri = uri
         self.fix = fix
 
@@ -109,6 +111,10 @@ class RangeError(StoreError):
 
 class UnsupportedError(StoreError):
     """Raised when the service does not support the operation."""
+
+
+class DamagedError(StoreError):
+    """Raised when the bytes of an object differ from the service's checksum, however often they are read."""
 
 
 class UnavailableError(StoreError):
@@ -213,6 +219,10 @@ class ReportedError(RunError):
 
 class StoppedError(RunError):
     """Raised when a run was stopped; its checkpoints remain."""
+
+
+class LeaseError(VoxlaneError):
+    """Raised when another process writes the same run, search or prepared dataset."""
 
 
 class ClusterError(VoxlaneError):

@@ -82,6 +82,8 @@ def read_file(path: str | os.PathLike[str]) -> dict[str, Any]:
         raise ConfigError(f"cannot read the config file: {error.strerror}", uri=os.fspath(path)) from None
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"not TOML: {error}", uri=os.fspath(path)) from None
+    except RecursionError:
+        raise ConfigError("the config file is nested too deeply", uri=os.fspath(path)) from None
     except (yaml.YAMLError, ValueError) as error:  # ValueError: not text, or a date that no calendar has
         mark = getattr(error, "problem_mark", None)
         line = f", line {mark.line + 1}" if mark else ""
@@ -105,6 +107,8 @@ def set_dotted(values: dict[str, Any], override: str) -> None:
         raise ConfigError(f"expected field=value, got {override!r}", fix="Write it as optimizer.lr=0.001")
     try:
         value = yaml.safe_load(text)
+    except RecursionError:
+        raise ConfigError(f"{name}: the value is nested too deeply") from None
     except (yaml.YAMLError, ValueError):
         raise ConfigError(f"{override!r}: the value is not YAML", fix="Quote it") from None
     *parents, last = name.strip().split(".")

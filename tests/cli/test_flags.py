@@ -238,7 +238,7 @@ def test_missing_argument_is_named(name: str, capsys: pytest.CaptureFixture[str]
         ("app exec", "voxlane app exec: missing COMMAND after --. See: voxlane app exec --help"),
         ("app exec demo --", "voxlane app exec: missing COMMAND after --"),
         ("slurm submit --nodes 2 --", "voxlane slurm submit: missing COMMAND after --"),
-        ("slurm submit -- voxlane", "voxlane: missing COMMAND. Choose from: prepare, train"),
+        ("slurm submit -- voxlane", "voxlane: missing COMMAND. Choose from: prepare, check, train"),
         ("slurm submit -- train d", "voxlane train: missing --run"),
         ("bench checkpoint", "voxlane bench checkpoint: missing --dir"),
         ("bench checkpoint --load-only", "voxlane bench checkpoint: missing --restore"),

@@ -135,8 +135,8 @@ def test_all_commands_in_a_bucket(root: Path, gcs: Bucket, emulator: Emulator, c
 
 
 def test_arrays_from_pairs_to_masks(call: Any, tmp_path: Path) -> None:
-    for name in tiny_runs.case_ids(4):
-        image, label = tiny_runs.make_case(np.random.default_rng(len(name)))
+    for seed, name in enumerate(tiny_runs.case_ids(4)):
+        image, label = tiny_runs.make_case(np.random.default_rng(seed))
         for folder, ending, array in (("images", "x", image.astype(np.float32)), ("labels", "y", label)):
             (tmp_path / "raw" / folder).mkdir(parents=True, exist_ok=True)
             np.save(tmp_path / "raw" / folder / f"{name}_{ending}.npy", array[None])

@@ -40,17 +40,21 @@ def edit_facts(run: Path, edit: Callable[[dict[str, Any]], Any]) -> None:
 
 
 @pytest.mark.parametrize("kind", ["gcs", "s3_emulator", "folder"])
-def test_run_is_created_once(kind: str, request: pytest.FixtureRequest) -> None:
+def test_run_with_results_is_created_once(kind: str, request: pytest.FixtureRequest) -> None:
     bucket: Bucket = request.getfixturevalue(kind)
     run = Run(f"{bucket.uri}/runs/first/", bucket.config)
     run.create({"fold": 0})
     assert run.read_facts() == {"version": 1, "fold": 0}
-    with pytest.raises(RunError, match=r"runs/first: a run already exists here.*--resume"):
-        Run(f"{bucket.uri}/runs/first", bucket.config).create({"fold": 1})
-    assert run.read_facts()["fold"] == 0
+    run.write_bytes("tensorboard/events", b"of a first batch that failed")
+    Run(f"{bucket.uri}/runs/first", bucket.config).create({"fold": 1})
+    assert run.read_facts()["fold"] == 1
+    assert not run.store.exists(run.key("tensorboard/events"))
     assert run.read_json("history.json") is None
     run.write_json("history.json", [1])
     assert run.read_json("history.json") == [1]
+    with pytest.raises(RunError, match=r"runs/first: a run already exists here.*--resume"):
+        Run(f"{bucket.uri}/runs/first", bucket.config).create({"fold": 2})
+    assert run.read_facts()["fold"] == 1
 
 
 def test_run_json_is_read_as_records(folds: Path) -> None:

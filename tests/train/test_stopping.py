@@ -85,7 +85,7 @@ def test_two_ranks_stop_after_the_same_step_and_one_resumes(
     launch = [
         sys.executable,
         "-m",
-        "torch.distributed.run",
+        "voxlane.cluster.torchrun",
         "--standalone",
         "--nproc-per-node=2",
         "--",
@@ -96,6 +96,8 @@ def test_two_ranks_stop_after_the_same_step_and_one_resumes(
     env = {**os.environ, "VOXLANE_STOPPED": str(marker)}
     ended = subprocess.run(launch, capture_output=True, text=True, timeout=600, check=False, env=env)
     assert "stopped by SIGTERM" in ended.stderr, ended.stderr
+    assert "Traceback" not in ended.stderr, ended.stderr
+    assert ended.returncode == 143
     assert marker.exists()
     assert torch.load(run / "checkpoints/last.ckpt", weights_only=True)["global_step"] == 9
     train(data, str(run), {"devices": 1}, resume=True, progress=False)

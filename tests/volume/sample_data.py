@@ -148,7 +148,7 @@ def prepare_config(**changes: Any) -> PrepareConfig:
 
 
 def prepare_dataset(src: str, dst: str, config: Any = None, **changes: Any) -> PrepareResult:
-    return prepare(src, dst, prepare_config(**changes), config, progress=False)
+    return prepare(src, dst, prepare_config(**changes), config, progress=False, isolate=False)
 
 
 def read_files(folder: Path) -> dict[str, bytes]:

@@ -198,7 +198,7 @@ def test_empty_foreground_is_a_warning(files: CaseFiles) -> None:
 
 
 def test_channels(files: CaseFiles) -> None:
-    problem = load_only_problem(files.channels(np.zeros((*SHAPE, 3), np.float32)))
+    problem = load_only_problem(files.channels(np.stack([files.image] * 3, -1)))
     assert (problem.kind, problem.fatal) == ("channels", True)
     assert problem.detail == "t0.nii.gz is a 4D file of 3 channels, but the description has 1 (CT)"
     assert "is a 3D file of 1 channel, but the description has 2 (T1, T2)" in load_only_problem(files.case, MR).detail
@@ -208,23 +208,35 @@ def test_channels(files: CaseFiles) -> None:
     )
 
 
+def test_suspicious_headers_and_intensities(files: CaseFiles) -> None:
+    uri = Path(files.case.images[0])
+    body = bytearray(gzip.decompress(uri.read_bytes()))
+    body[252:256] = bytes(4)  # neither sform nor qform
+    uri.write_bytes(bytes(body) + b"more")
+    _, _, problems = load_case(files.case, CT)
+    assert [(p.kind, p.fatal) for p in problems[:2]] == [("header", False), ("geometry", False)]
+    problem = load_only_problem(files.channels(np.full(SHAPE, 3, np.int16)))
+    assert (problem.kind, problem.fatal) == ("intensity", True)
+    assert problem.detail == "t0.nii.gz: every voxel is 3"
+
+
 def test_every_kind_of_problem_has_a_test() -> None:
-    text = Path(__file__).read_text()
+    names = ("case_checks", "case_workers", "dataset_check", "prepare")
+    text = "".join(Path(__file__).with_name(f"test_{name}.py").read_text("utf-8") for name in names)
     assert all(f'"{kind}"' in text for kind in get_args(ProblemKind))
 
 
 def test_channels_of_different_types_and_axes_share_one_grid(files: CaseFiles) -> None:
-    rotated = nibabel.Nifti1Image(files.label.astype(np.int16), AFFINE).as_reoriented(
-        np.array([[2, 1], [0, -1], [1, 1]])
-    )
+    values = np.arange(files.label.size, dtype=np.int16).reshape(files.label.shape)
+    rotated = nibabel.Nifti1Image(values, AFFINE).as_reoriented(np.array([[2, 1], [0, -1], [1, 1]]))
     path = files.folder / "turned.nii.gz"
     path.write_bytes(gzip.compress(rotated.to_bytes()))
     case = replace(files.channels(files.image, files.image), label=files.case.label)
-    scan, label, problems = load_case(replace(case, images=(case.images[0], str(path))), MR)
+    scan, _, problems = load_case(replace(case, images=(case.images[0], str(path))), MR)
     assert problems == []
     assert scan is not None
     assert scan.image.dtype == np.float32
-    np.testing.assert_array_equal(scan.image[1], label)
+    np.testing.assert_array_equal(scan.geometry.from_canonical(scan.image[1]), values)
     np.testing.assert_array_equal(scan.geometry.from_canonical(scan.image[0]), files.image)
 
 

@@ -6,7 +6,6 @@ import gzip
 import json
 import os
 import signal
-import struct
 import subprocess
 import sys
 import textwrap
@@ -23,8 +22,8 @@ from tests.conftest import Bucket
 from tests.volume import sample_data
 from voxlane import settings
 from voxlane.errors import BadCasesError, ConfigError, LayoutError, NotFoundError, PermissionDeniedError, PreparedError
-from voxlane.testing import Access, Emulator
-from voxlane.volume import prepare as preparing
+from voxlane.testing import Access, Emulator, Faults
+from voxlane.volume import case_checks, formats, scan
 from voxlane.volume.case_volumes import Cases
 from voxlane.volume.planner import make_mlperf_plan
 from voxlane.volume.prepare import PrepareConfig, foreground_voxels, prepare
@@ -580,16 +579,16 @@ def test_ids_with_odd_characters(bucket: Bucket, tmp_path: Path) -> None:
 
 
 def test_progress_is_optional(scans: str, dst: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    prepare(scans, str(dst), sample_data.prepare_config(), progress=False)
+    prepare(scans, str(dst), sample_data.prepare_config(), progress=False, isolate=False)
     assert capsys.readouterr().err == ""
-    prepare(scans, str(dst), sample_data.prepare_config(), progress=True)
+    prepare(scans, str(dst), sample_data.prepare_config(), progress=True, isolate=False)
     message = capsys.readouterr().err
     assert "checking: 100%" in message
     assert "preparing: 100%" in message
 
 
 @pytest.mark.skipif(not Path("/proc/self").exists(), reason="workers are found in /proc")
-def test_killed_worker_error_suggests_fewer_workers(tmp_path: Path, dst: Path) -> None:
+def test_case_of_a_killed_worker_is_tried_again(tmp_path: Path, dst: Path) -> None:
     scans = sample_data.write_folder(tmp_path / "scans", sample_data.make_kits19(60))
     code = f"from tests.volume import sample_data; sample_data.prepare_dataset({scans!r}, {str(dst)!r}, workers=2)"
     process = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stderr=subprocess.PIPE, text=True)
@@ -599,31 +598,90 @@ def test_killed_worker_error_suggests_fewer_workers(tmp_path: Path, dst: Path) -
         time.sleep(0.002)
     os.kill(list_workers(process.pid)[0], signal.SIGKILL)
     _, message = process.communicate(timeout=150)
-    assert process.returncode == 1
-    assert "a worker process was killed, most likely because memory ran out. Run the same command with fewer" in message
+    assert process.returncode == 0, message
+    assert len(Prepared.load(str(dst))) == 60
+
+
+# -- verdicts that are checked again -----------------------------------------------------------------------------------
+
+
+def test_object_that_is_gone_for_a_while_is_not_remembered_as_missing(
+    gcs: Bucket, emulator: Emulator, dst: Path
+) -> None:
+    src = sample_data.upload(gcs, sample_data.make_kits19(3), "scans/")
+    emulator.set_faults(
+        Faults(error_rate=1.0, error_statuses=(404,), kinds=("get",), key_prefix="scans/case_00001/imaging")
+    )
+    with pytest.raises(BadCasesError) as caught:
+        sample_data.prepare_dataset(src, str(dst), gcs.config)
+    message = " ".join(str(caught.value).split())
+    assert "is listed, but reading it says that it does not exist. This may pass: run again" in message
+    assert "Run the same command again, which checks bad cases anew" in message
+    emulator.clear_faults()
+    result = sample_data.prepare_dataset(src, str(dst), gcs.config)
+    assert (result.cases_checked, len(result.prepared), result.problems) == (1, 3, [])
+
+
+def corrupt_reads(monkeypatch: pytest.MonkeyPatch, key: str, num_reads: int) -> None:
+    """Flip another byte in each of the next reads of the objects whose names contain `key`."""
+    read, remaining = formats.read_object, [num_reads]
+
+    def read_corrupted(uri: str, config: Any) -> Any:
+        body = bytearray(read(uri, config))
+        if key in uri and remaining[0] > 0:
+            body[len(body) // 2 + remaining[0]] ^= 0x55
+            remaining[0] -= 1
+        return bytes(body)
+
+    for module in (scan, case_checks):
+        monkeypatch.setattr(module, "read_object", read_corrupted)
+
+
+def test_one_corrupted_read_is_repeated(scans: str, dst: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    corrupt_reads(monkeypatch, "case_00002/imaging", 1)
     result = sample_data.prepare_dataset(scans, str(dst))
-    assert len(result.prepared) == 60
+    assert [(p.case, p.kind, p.fatal, p.transient) for p in result.problems] == [
+        ("case_00002", "read-again", False, True)
+    ]
+    again = sample_data.prepare_dataset(scans, str(dst))
+    assert (again.cases_checked, again.cases_written, again.problems) == (1, 0, [])
 
 
-def die_while_sending(name: str) -> dict[str, Any]:
-    """Die in the middle of sending a result, with the lock of the pool's queue, if `name` is "victim"."""
-    if name == "victim":
-        frame = sys._getframe()
-        while "result_queue" not in frame.f_locals:
-            assert frame.f_back is not None
-            frame = frame.f_back
-        queue = frame.f_locals["result_queue"]
-        queue._wlock.acquire()
-        os.write(queue._writer.fileno(), struct.pack("!i", 1000) + b"part")
-        os.kill(os.getpid(), signal.SIGKILL)
-    return {"name": name}
+def test_corruption_of_every_read_is_blamed_on_the_transfer(
+    scans: str, dst: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    corrupt_reads(monkeypatch, "case_00002/imaging", 100)
+    with pytest.raises(BadCasesError, match=r"Other reads give other\s+bytes: the transfer is at fault, run again"):
+        sample_data.prepare_dataset(scans, str(dst))
+    monkeypatch.undo()
+    assert len(sample_data.prepare_dataset(scans, str(dst)).prepared) == 6
 
 
-def test_worker_killed_while_it_sends_a_result_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(preparing, "_CHECK_WORKERS_S", 0.2)
-    tasks: Any = {name: name for name in ("victim", *map(str, range(20)))}
-    with preparing._Workers(2, False) as workers, pytest.raises(PreparedError, match="a worker process was killed"):
-        list(workers._results(die_while_sending, tasks))  # type: ignore[arg-type]
+def test_recheck_checks_good_cases_again(scans: str, dst: Path) -> None:
+    sample_data.prepare_dataset(scans, str(dst))
+    result = prepare(scans, str(dst), sample_data.prepare_config(), progress=False, recheck=True, isolate=False)
+    assert (result.cases_checked, result.cases_written) == (6, 0)
+    # A volume that was made of other bytes than those that are read now is written again.
+    (record,) = (dst / "work" / "check").glob("case_00003-*.json")
+    content = json.loads(record.read_bytes())
+    content["fingerprint"]["relative_size"] = 0.5
+    record.write_text(json.dumps(content))
+    result = prepare(scans, str(dst), sample_data.prepare_config(), progress=False, recheck=True, isolate=False)
+    assert (result.cases_checked, result.cases_written) == (6, 1)
+
+
+def test_case_that_would_grow_too_much_is_bad(tmp_path: Path, dst: Path) -> None:
+    objects = sample_data.make_kits19(3)
+    image, label = sample_data.make_ct(9)
+    wide = np.diag([-30.0, -30.0, 30.0, 1.0])
+    objects["case_00001/imaging.nii.gz"] = sample_data.encode_nifti(image, wide)
+    objects["case_00001/segmentation.nii.gz"] = sample_data.encode_nifti(label, wide)
+    src = sample_data.write_folder(tmp_path / "scans", objects)
+    with pytest.raises(BadCasesError, match=r"spacing of 30 x 30 x 30 mm(.|\n)*times its own"):
+        sample_data.prepare_dataset(src, str(dst))
+    result = sample_data.prepare_dataset(src, str(dst), bad_cases="exclude")
+    assert result.prepared.ids == ["case_00000", "case_00002"]
+    assert [(p.case, p.kind) for p in result.problems if p.fatal] == [("case_00001", "memory")]
 
 
 def list_workers(pid: int) -> list[int]:

@@ -5,11 +5,8 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import multiprocessing
 import os
 import pickle
-import tempfile
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -23,6 +20,8 @@ import torch.distributed as dist
 from voxlane.bench.report import print_progress
 from voxlane.distributed import gather_objects
 from voxlane.errors import CheckpointError, ConfigError, VoxlaneError
+from voxlane.processes import SupervisedContext
+from voxlane.temporary import mark_children, temporary_folder
 
 _GRACE_S = 5.0
 """Seconds that the other ranks have to report their errors after one failed."""
@@ -50,8 +49,9 @@ def run_on_node(
     host and port of the node with the first rank; without an address, all ranks are processes of this node. Nodes
     without the first rank get None."""
     device_type(accelerator, len(own_ranks))
-    context = multiprocessing.get_context("spawn")
-    with tempfile.TemporaryDirectory(prefix="voxlane-bench-") as folder:
+    context = SupervisedContext()
+    mark_children()
+    with temporary_folder("bench") as folder:
         meeting_point = f"tcp://{address}" if address else f"file://{folder}/rendezvous"
         processes = [
             context.Process(
@@ -180,7 +180,6 @@ def _main(
     folder: str,
     arguments: tuple[Any, ...],
 ) -> None:
-    threading.Thread(target=_end_with_parent, name="voxlane-parent", daemon=True).start()
     try:
         with _group(accelerator, meeting_point, local_rank, rank, num_ranks) as device:
             result = work(device, *arguments)
@@ -190,14 +189,6 @@ def _main(
     except VoxlaneError as error:
         Path(folder, f"failure-{rank}").write_bytes(pickle.dumps(error))
         raise SystemExit(1) from None
-
-
-def _end_with_parent() -> None:
-    """End this rank when its parent does: a killed parent cannot end its ranks, and they would run on unread."""
-    parent = multiprocessing.parent_process()
-    if parent is not None:
-        parent.join()
-        os._exit(1)
 
 
 def _wait(processes: Sequence[BaseProcess]) -> None:

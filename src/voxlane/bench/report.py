@@ -10,7 +10,6 @@ import re
 import statistics
 import subprocess
 import sys
-import tempfile
 from collections.abc import Callable, Iterable, Sequence
 from importlib import metadata
 from importlib.util import find_spec
@@ -19,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from voxlane.errors import ConfigError, MissingExtraError
 from voxlane.redaction import redact
+from voxlane.temporary import temporary_folder
 
 if TYPE_CHECKING:
     from voxlane.store import Store, StoreConfig
@@ -74,7 +74,7 @@ class ResultFile:
         """Write the result and, if asked for, the plot beside it; print the name of each file."""
         self._write(self._out, (json.dumps(redact(result), indent=1) + "\n").encode())
         if self._plot:
-            with tempfile.TemporaryDirectory(prefix="voxlane-bench-") as folder:
+            with temporary_folder("bench") as folder:
                 picture = Path(folder, "plot.png")
                 draw(result, picture)
                 base, _ = os.path.splitext(self._out)

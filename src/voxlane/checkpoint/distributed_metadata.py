@@ -19,9 +19,10 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 
 from voxlane import uri as uris
 from voxlane.checkpoint.checksums import Checksums, corrupt_error, digest
-from voxlane.errors import CheckpointError, ConfigError, IncompleteError, UnsafeError
+from voxlane.errors import CheckpointError, ConfigError, CorruptError, IncompleteError, UnsafeError
 from voxlane.store import ObjectInfo, Store, StoreConfig
 from voxlane.store.bucket import ignore_missing_object
+from voxlane.store.retry import read_until_intact
 from voxlane.uri import StrPath
 
 METADATA = ".metadata"
@@ -175,7 +176,8 @@ def read(store: Store, folder: str) -> tuple[Metadata, CheckpointFiles | None]:
     is none."""
     key = folder + METADATA
     with ignore_missing_object():
-        return decode(bytes(store.get(key)), store.uri(key))
+        uri = store.uri(key)
+        return read_until_intact(lambda: decode(bytes(store.get(key)), uri), CorruptError, store.counters)
     raise no_complete_checkpoint(store.uri(folder))
 
 

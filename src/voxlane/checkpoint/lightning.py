@@ -12,8 +12,7 @@ from __future__ import annotations
 import io
 import os
 import shutil
-import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -36,6 +35,7 @@ from voxlane.distributed import gather_objects
 from voxlane.errors import MissingExtraError
 from voxlane.store import Store, StoreConfig
 from voxlane.store.bucket import ignore_missing_object
+from voxlane.temporary import make_temporary_folder
 
 try:
     from lightning.fabric.plugins.io import CheckpointIO
@@ -62,9 +62,17 @@ class BucketCheckpointIO(CheckpointIO):
     folders, does not change that.
     """
 
-    def __init__(self, config: StoreConfig | None = None, *, read_once: bool = True) -> None:
+    def __init__(
+        self,
+        config: StoreConfig | None = None,
+        *,
+        read_once: bool = True,
+        before_save: Callable[[], None] | None = None,
+    ) -> None:
+        """`before_save`: called on the saving thread; its error prevents the save."""
         self._config = config
         self._read_once = read_once
+        self._before_save = before_save
         if config is not None:
             register_filesystem(config, override=True, owner=self)
 
@@ -72,6 +80,8 @@ class BucketCheckpointIO(CheckpointIO):
         """Write a checkpoint; it is published completely or not at all."""
         if storage_options is not None:
             raise TypeError("storage_options are not supported; pass a StoreConfig to BucketCheckpointIO")
+        if self._before_save is not None:
+            self._before_save()
         folder, name = _split(path)
         Checkpoint(folder, self._config).save(checkpoint, name)
 
@@ -99,8 +109,14 @@ class AsyncBucketCheckpointIO(AsyncCheckpointIO):
     has been published; Lightning's own wrapper can delete the last good one while its successor is still uploading.
     The next call, or the end, raises errors."""
 
-    def __init__(self, config: StoreConfig | None = None, *, read_once: bool = True) -> None:
-        super().__init__(BucketCheckpointIO(config, read_once=read_once))
+    def __init__(
+        self,
+        config: StoreConfig | None = None,
+        *,
+        read_once: bool = True,
+        before_save: Callable[[], None] | None = None,
+    ) -> None:
+        super().__init__(BucketCheckpointIO(config, read_once=read_once, before_save=before_save))
 
     def remove_checkpoint(self, path: str | Path) -> None:
         """Delete a checkpoint after the running saves, unless one of them failed."""
@@ -196,7 +212,7 @@ class _ShardedCheckpoints(Strategy):
         """Yield the path of a full checkpoint on each node's disk, read from the bucket once for all nodes. Lightning
         maps the file when it loads it, so the ranks of a node share its memory."""
         ranks = RankGroup.current()
-        own_folder = tempfile.mkdtemp(prefix="voxlane-") if self.local_rank == 0 else None
+        own_folder = make_temporary_folder("full") if self.local_rank == 0 else None
         try:
             if ranks is None:
                 assert own_folder is not None

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import pickle
-import tempfile
 from typing import Any
 
 import torch
@@ -23,6 +22,7 @@ from voxlane.checkpoint.verified_reader import (
 from voxlane.checkpoint.writer import ChecksummedWriter
 from voxlane.errors import CheckpointError, ConfigError, UnsafeError, VoxlaneError
 from voxlane.store import ObjectInfo, Store, StoreConfig
+from voxlane.temporary import temporary_folder
 from voxlane.uri import StrPath
 
 
@@ -120,7 +120,7 @@ class Checkpoint:
             uri = self.store.uri(key)
             if not mmap:
                 return load_file(file, uri, map_location, weights_only)
-            with tempfile.TemporaryDirectory(prefix="voxlane-") as folder:
+            with temporary_folder("mapped") as folder:
                 local = os.path.join(folder, "mapped")
                 file.save_to(local)
                 return load_file(local, uri, map_location, weights_only, mmap=True)

@@ -28,6 +28,7 @@ from voxlane.errors import (
 from voxlane.store import ObjectInfo, Store
 from voxlane.store.bucket import ignore_missing_object
 from voxlane.store.ranges import Span, coalesce, split
+from voxlane.store.retry import read_until_intact
 
 CHECKSUM_SUFFIX = ".sums"
 """Suffix of the object that holds a file's checksums; it lies beside the file."""
@@ -217,6 +218,7 @@ class VerifiedObject:
         if pieces is None:
             pieces = [np.empty(span.size, np.uint8)]
         digests = BlockDigests(self.block_bytes)
+        store, key = self.store, self.info.key
 
         def update(offset: int, chunk: Any) -> None:
             nonlocal digests
@@ -225,8 +227,12 @@ class VerifiedObject:
             digests.update(chunk)
 
         take = update if self._contents else None
-        self.store.get_into(self.info.key, span.start, pieces, etag=self.info.etag, take=take)
-        self._check_digests(span.start, digests.finish())
+
+        def read() -> None:
+            store.get_into(key, span.start, pieces, etag=self.info.etag, take=take)
+            self._check_digests(span.start, digests.finish())
+
+        read_until_intact(read, CorruptError, store.counters)
         if not is_scattered:
             for target in targets:
                 low, high = max(target.start, span.start), min(target.stop, span.stop)
@@ -270,7 +276,8 @@ class SavedContents:
 
 def read_contents(store: Store, key: str) -> SavedContents:
     """Return the contents recorded for the file at `key`; empty if it has no checksums."""
-    return _parse_contents(*_read_record(store, key), uri=store.uri(key + CHECKSUM_SUFFIX))
+    uri = store.uri(key + CHECKSUM_SUFFIX)
+    return read_until_intact(lambda: _parse_contents(*_read_record(store, key), uri=uri), CorruptError, store.counters)
 
 
 def read_contents_before_save(store: Store, key: str) -> SavedContents:

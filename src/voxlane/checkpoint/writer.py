@@ -58,12 +58,12 @@ class ChecksummedWriter(Writer):
         self._digests += digest(block)  # while the block is in the processor's cache
         super()._append(block)
 
-    def _find_stored(self) -> ObjectInfo | None:
-        info = self._store.find(self._key)
+    def _find_stored(self, store: Store) -> ObjectInfo | None:
+        info = store.find(self._key)
         if info is None:
             return None
         try:
-            for _ in VerifiedObject(self._store, info, [self.checksums()]).read_blocks():
+            for _ in VerifiedObject(store, info, [self.checksums()]).read_blocks():
                 pass
         except CorruptError:
             return None

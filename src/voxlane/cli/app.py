@@ -7,7 +7,6 @@ import contextlib
 import os
 import socket
 import sys
-import tempfile
 from collections.abc import Mapping
 from functools import partial
 from typing import Annotated, Any
@@ -21,6 +20,7 @@ from voxlane.cluster.kubernetes.app.config import App
 from voxlane.cluster.kubernetes.validate import validate
 from voxlane.errors import BuildError, ConfigError, VoxlaneError
 from voxlane.settings import ARGUMENT, REMAINDER, Flag, PathOrUri, record
+from voxlane.temporary import temporary_folder
 
 HELP = """\
 Run a training app on Kubernetes. An app is a folder with one app.yaml, which declares the command, its resources and
@@ -249,7 +249,7 @@ class AppEntryCommand(StoreOptions):
 
         pod = os.environ.get("POD_NAME") or socket.gethostname()
         archiver = LogArchiver(self.logs, pod, self.store_config()) if self.logs else None
-        with tempfile.TemporaryDirectory(prefix="voxlane-") as temporary:
+        with temporary_folder("entry") as temporary:
             os.environ[STOPPED_VARIABLE] = os.path.join(temporary, "stopped")
             secrets = collect_secrets(os.environ, self.hide, self.command)
             status = resolve_status(run(self.command, secrets, archiver), os.environ)

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 COMMANDS: dict[str, tuple[str, str]] = {
     "prepare": ("segmentation", "Check scans and write them as a dataset to train on"),
+    "check": ("segmentation", "Check scans and labels without preparing them"),
     "train": ("segmentation", "Train a segmentation network on a prepared dataset"),
     "evaluate": ("segmentation", "Score a run on the cases it did not train on"),
     "predict": ("segmentation", "Segment new scans"),
@@ -109,7 +110,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     # that fetch and decode patches, and from everything else on the machine: measured, 4 times slower steps.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     try:
-        status = _run(list(sys.argv[1:] if arguments is None else arguments))
+        before = _count_retries()
+        try:
+            status = _run(list(sys.argv[1:] if arguments is None else arguments))
+        finally:
+            if retries := _count_retries() - before:
+                print(f"voxlane: {retries:,} failed request{'s' * (retries != 1)} repeated", file=sys.stderr)
         sys.stdout.flush()
         return status
     except UsageError as error:
@@ -117,21 +123,39 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     except StoppedError as error:
         print(f"voxlane: {error}", file=sys.stderr)
-        from voxlane.cluster.commands import STOPPED, mark_stopped
-
-        mark_stopped(os.environ)
-        return STOPPED
+        return _mark_stopped()
     except ReportedError:
         return 1
     except VoxlaneError as error:
         print(f"voxlane: {error}{_suggest_path(error.uri)}", file=sys.stderr)
         return 1
+    except MemoryError:
+        print("voxlane: memory ran out. Use a machine with more, or raise the limit (ulimit -v)", file=sys.stderr)
+        return 1
     except BrokenPipeError:  # the reader of our output went away, as `head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except KeyboardInterrupt as interrupt:
-        print("; ".join(["voxlane: interrupted", *map(str, interrupt.args)]), file=sys.stderr)
-        return 130
+        from voxlane.cli.signals import TerminatedError
+
+        is_terminated = isinstance(interrupt, TerminatedError)
+        cause = "stopped by SIGTERM" if is_terminated else "interrupted"
+        print("; ".join([f"voxlane: {cause}", *map(str, interrupt.args)]), file=sys.stderr)
+        return _mark_stopped() if is_terminated else 130
+
+
+def _mark_stopped() -> int:
+    """Return the status of a command that was asked to stop, and tell its launcher so."""
+    from voxlane.cluster.commands import STOPPED, mark_stopped
+
+    mark_stopped(os.environ)
+    return STOPPED
+
+
+def _count_retries() -> int:
+    """Return how many requests of this process failed and were repeated."""
+    counters: Any = sys.modules.get("voxlane.store.counters")  # not loaded by commands without a bucket
+    return 0 if counters is None else int(counters.count_process_retries())
 
 
 def _run(words: list[str]) -> int:
@@ -156,8 +180,16 @@ def _run(words: list[str]) -> int:
 
         sys.stdout.write(format_config_fields(name, parser.command_class, flags))
         return 0
-    _protect_secrets(rest)
-    return parser.run(rest)
+    from voxlane.cli.signals import terminated_by_sigterm
+    from voxlane.processes import end_with_launcher
+    from voxlane.temporary import remove_abandoned
+
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        end_with_launcher()
+    with terminated_by_sigterm():
+        remove_abandoned()
+        _protect_secrets(rest)
+        return parser.run(rest)
 
 
 def _protect_secrets(words: Sequence[str]) -> None:

@@ -1,11 +1,12 @@
-"""`voxlane prepare`, `train`, `tune`, `evaluate`, `predict`, `report`, `tensorboard`: from scans to a model and its
-masks."""
+"""`voxlane prepare`, `check`, `train`, `tune`, `evaluate`, `predict`, `report` and `tensorboard`: from scans to a model
+and its masks."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
 import functools
+import json
 import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, TypeVar
@@ -34,7 +35,10 @@ from voxlane.settings import ARGUMENT, OVERRIDES, Flag, PathOrUri, build, read_f
 from voxlane.sizes import format_bytes
 
 if TYPE_CHECKING:
+    from voxlane.store import StoreConfig
+    from voxlane.train.predictor import PredictionJob, Predictor
     from voxlane.volume.prepared_dataset import Prepared
+    from voxlane.volume.scan_reader import ScanReader
 
 _Record = TypeVar("_Record")
 
@@ -49,7 +53,8 @@ class PrepareCommand(FieldsFileOptions, ConfiguredOptions):
     Read the scans and labels under SRC, check every case, and write each case to DST as a compressed, chunked Zarr v3
     volume, so that training can read only the parts it needs. As in nnU-Net, statistics of the dataset (its
     fingerprint) determine the plan: resampling, normalisation, patch size, batch size and network. Cases are prepared
-    in parallel. Run the command again to continue after an interruption, or after SRC has changed.
+    in parallel. Run the command again to continue after an interruption, or after SRC has changed: it keeps what is
+    good, and checks bad cases again. DST/check.json holds what the checks found.
 
     SRC may be KiTS19 (case_00000/imaging.nii.gz), Medical Segmentation Decathlon (dataset.json), nnU-Net raw (imagesTr,
     labelsTr), BraTS folders of modalities, pairs of arrays (images/CASE_x.npy, labels/CASE_y.npy), or a .json or .csv
@@ -69,13 +74,26 @@ class PrepareCommand(FieldsFileOptions, ConfiguredOptions):
     """URI or folder of the scans, or a .json or .csv list."""
     dst: Annotated[PathOrUri, ARGUMENT]
     """URI or folder for the prepared dataset."""
+    recheck: bool = False
+    """Check all cases again, also those that an earlier run found good. Bad cases are always checked again."""
 
     def _run(self) -> None:
         from voxlane.volume.case_checks import format_problems
         from voxlane.volume.prepare import PrepareConfig, prepare
 
         values, store_config = self.load(self.overrides)
-        result = prepare(self.src, self.dst, build(PrepareConfig, values), store_config, progress=self.progress)
+        try:
+            result = prepare(
+                self.src,
+                self.dst,
+                build(PrepareConfig, values),
+                store_config,
+                progress=self.progress,
+                recheck=self.recheck,
+            )
+        except KeyboardInterrupt as interrupt:
+            interrupt.args = ("the same command continues",)
+            raise
         if result.problems:
             print(format_problems(result.problems), file=sys.stderr)
         prepared, plan = result.prepared, result.prepared.plan
@@ -93,6 +111,55 @@ class PrepareCommand(FieldsFileOptions, ConfiguredOptions):
         network = f"{plan.network.kind} with features {', '.join(map(str, plan.network.features))}"
         print(f"plan: {spacing} mm, patches of {patch}, batch {plan.batch}, {network}")
         print(f"next: voxlane train {self.dst} --run RUN")
+
+
+# -- check -------------------------------------------------------------------------------------------------------------
+
+
+@record
+class CheckCommand(FieldsFileOptions, ConfiguredOptions):
+    """Check scans and labels without preparing them.
+
+    Read every case under SRC and report errors, which make a case unusable, and warnings, which deserve a look: damaged
+    and missing files, incomplete DICOM series, impossible or contradictory geometry, useless intensities, labels that
+    do not fit, scans that occur twice, and cases that differ from the rest. Each case is read in a process with limits
+    of memory and time. The exit status is 1 if there is an error. `voxlane prepare` makes the same checks.
+
+    Examples:
+      voxlane check gs://scans/kits19
+      voxlane check Task04_Hippocampus -o checked          writes checked/check.json and checked/check.html
+      voxlane check gs://scans/kits19 --json case_timeout_s=60 case_memory_gb=4
+    """
+
+    config_class: ClassVar[str] = "voxlane.volume.dataset_check:CheckConfig"
+
+    src: Annotated[PathOrUri, ARGUMENT]
+    """URI or folder of the scans, or a .json or .csv list."""
+    out: Annotated[PathOrUri | None, Flag("-o")] = None
+    """URI or folder for check.json and check.html."""
+    json: bool = False
+    """Print the report as JSON instead of a table."""
+
+    def _run(self) -> None:
+        from voxlane.train.dataset_report import write_check_report
+        from voxlane.volume.case_checks import format_problems
+        from voxlane.volume.dataset_check import CheckConfig, check
+
+        values, store_config = self.load(self.overrides)
+        findings = check(self.src, build(CheckConfig, values), store_config, progress=self.progress)
+        report = findings.to_plain()
+        if self.json:
+            print(json.dumps(report, indent=1))
+        else:
+            if findings.problems:
+                print(format_problems(findings.problems))
+            counts = f"{report['errors']} errors, {report['warnings']} warnings"
+            print(f"{report['name']}: {report['usable_cases']} of {report['cases']} cases can be used; {counts}")
+        if self.out is not None:
+            page_uri = write_check_report(report, self.out, store_config)
+            print(f"report: {page_uri}", file=sys.stderr)
+        if report["errors"]:
+            raise ScanError(f"{report['errors']} errors in {len(findings.bad_cases)} of {report['cases']} cases")
 
 
 # -- train -------------------------------------------------------------------------------------------------------------
@@ -211,8 +278,9 @@ class TrainCommand(FieldsFileOptions, RayOptions, ConfiguredOptions):
                     command=["voxlane", *sys.argv[1:]],
                     progress=options.progress,
                 )
-            except KeyboardInterrupt:
-                raise KeyboardInterrupt("--resume continues from the last checkpoint") from None
+            except KeyboardInterrupt as interrupt:
+                interrupt.args = ("--resume continues from the last checkpoint",)
+                raise
             if is_first_rank:
                 print(_format_timing(report))
                 print(f"run: {uri}")
@@ -261,9 +329,10 @@ def _parse_folds(text: str, prepared: Prepared) -> list[int]:
 def _format_timing(report: dict[str, Any]) -> str:
     total = report["seconds"] or 1.0
     parts = ", ".join(f"{name} {seconds / total:.0%}" for name, seconds in report["shares"].items() if seconds > 0)
+    repeated = f", {report['retries']:,} of them repeated" if report.get("retries") else ""
     return (
         f"{report['steps']:,} steps, {report['patches']:,} patches in {report['seconds']:.0f} s: {parts}\n"
-        f"read {format_bytes(report['bytes_read'])} in {report['requests']:,} requests\n{report['sentence']}"
+        f"read {format_bytes(report['bytes_read'])} in {report['requests']:,} requests{repeated}\n{report['sentence']}"
     )
 
 
@@ -338,20 +407,20 @@ class TuneCommand(StoreFileOptions, ConfiguredOptions):
             apply_overrides(values, [f"tune.trials={self.trials}"])
         resume = self.resume or (self.auto_resume and search_exists(self.run, store_config))
         try:
-            with interrupted_by("SIGTERM"):
-                search = tune(
-                    values,
-                    self.data,
-                    self.run,
-                    store_config,
-                    resume=resume,
-                    address=options.address,
-                    command=["voxlane", *sys.argv[1:]],
-                    progress=options.progress,
-                    origin=self.space,
-                )
-        except KeyboardInterrupt:
-            raise KeyboardInterrupt("--resume continues the trials") from None
+            search = tune(
+                values,
+                self.data,
+                self.run,
+                store_config,
+                resume=resume,
+                address=options.address,
+                command=["voxlane", *sys.argv[1:]],
+                progress=options.progress,
+                origin=self.space,
+            )
+        except KeyboardInterrupt as interrupt:
+            interrupt.args = ("--resume continues the trials",)
+            raise
         print(format_table(search))
         best = search.best
         assert best is not None  # `tune` raises where no trial succeeded
@@ -480,17 +549,29 @@ class PredictCommand(FieldsFileOptions, ConfiguredOptions):
     """URI or folder for the masks."""
 
     def _run(self) -> None:
-        from voxlane.train.predictor import PredictConfig, Predictor, plan_predictions, predict
+        from voxlane.train.predictor import PredictConfig, Predictor, plan_predictions
         from voxlane.train.run import find_runs
+        from voxlane.volume.scan_reader import ScanReader
 
         values, store_config = self.load(self.overrides)
         config = build(PredictConfig, values)
         jobs = plan_predictions(self.scans, self.out)
-        predictor = Predictor.load(find_runs(self.run, store_config), config)
+        with ScanReader(config.scan_timeout_s) as reader:
+            predictor = Predictor.load(find_runs(self.run, store_config), config)
+            failed = self._predict_all(predictor, jobs, store_config, reader)
+        if failed:
+            raise ScanError(f"{failed} of {len(jobs)} scans could not be segmented")
+
+    def _predict_all(
+        self, predictor: Predictor, jobs: list[PredictionJob], store_config: StoreConfig | None, reader: ScanReader
+    ) -> int:
+        """Predict all scans and return how many failed; raise the error of a single scan."""
+        from voxlane.train.predictor import predict
+
         failed = 0
         for job in jobs:
             try:
-                result = predict(predictor, job, store_config, progress=self.progress)
+                result = predict(predictor, job, store_config, progress=self.progress, read=reader.read)
             except (ScanError, NotFoundError) as error:
                 if len(jobs) == 1 or isinstance(error, BucketNotFoundError):
                     raise
@@ -498,10 +579,11 @@ class PredictCommand(FieldsFileOptions, ConfiguredOptions):
                 print(f"voxlane: {error}", file=sys.stderr)
                 failed += 1
                 continue
+            for warning in result.warnings:
+                print(f"warning: {warning}", file=sys.stderr)
             volumes = ", ".join(f"{name} {ml:.1f} ml" for name, ml in result.volumes_ml.items())
             print(f"{result.mask}  {volumes}  ({result.seconds:.1f} s)", flush=True)
-        if failed:
-            raise ScanError(f"{failed} of {len(jobs)} scans could not be segmented")
+        return failed
 
 
 # -- report ------------------------------------------------------------------------------------------------------------

@@ -6,7 +6,29 @@ import contextlib
 import os
 import signal
 import sys
+import threading
 from collections.abc import Iterator
+
+
+class TerminatedError(KeyboardInterrupt):
+    """Raised on SIGTERM, so that a command ends as by Ctrl-C: it removes its temporary files and ends its processes."""
+
+
+@contextlib.contextmanager
+def terminated_by_sigterm() -> Iterator[None]:
+    """Raise TerminatedError on SIGTERM, unless the signal has a handler already."""
+    if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGTERM) != signal.SIG_DFL:
+        yield
+        return
+    signal.signal(signal.SIGTERM, _terminate)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+def _terminate(*_: object) -> None:
+    raise TerminatedError
 
 
 @contextlib.contextmanager

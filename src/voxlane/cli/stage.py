@@ -212,9 +212,11 @@ def _stage_words(command: StageCommand) -> list[str]:
 def _stage_on_nodes(words: list[str]) -> None:
     import subprocess
 
+    from voxlane.processes import make_death_hook
+
     sys.stdout.flush()
     try:
-        status = subprocess.run(words).returncode
+        status = subprocess.run(words, preexec_fn=make_death_hook()).returncode
     except FileNotFoundError:
         raise ClusterError(
             "srun is not installed", fix="Run this where SLURM is installed, or leave out --nodes"

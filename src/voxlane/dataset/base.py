@@ -16,6 +16,7 @@ from voxlane.dataset.shared_counters import SharedCounters
 from voxlane.errors import (
     ChangedError,
     ConfigError,
+    DamagedError,
     DecodeError,
     InvalidKeyError,
     MissingExtraError,
@@ -30,7 +31,15 @@ from voxlane.store.listing import Manifest
 from voxlane.uri import StrPath
 
 OnError = Literal["raise", "skip"]
-_SKIPPABLE = (NotFoundError, ChangedError, DecodeError, InvalidKeyError, RangeError, UnavailableError)
+_SKIPPABLE = (
+    NotFoundError,
+    ChangedError,
+    DamagedError,
+    DecodeError,
+    InvalidKeyError,
+    RangeError,
+    UnavailableError,
+)
 """Errors of a single object, which can be skipped. Errors of the bucket (credentials, permissions) always raise."""
 _log = logging.getLogger("voxlane")
 

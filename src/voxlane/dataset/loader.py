@@ -12,6 +12,8 @@ from torch.utils.data import BatchSampler, default_collate
 from voxlane.dataset.base import OrderedDataset, Skipped
 from voxlane.dataset.map import MapDataset
 from voxlane.errors import ConfigError, VoxlaneError
+from voxlane.processes import Parent, init_loader_worker
+from voxlane.temporary import mark_children
 
 
 def _collate_remaining(collate: Callable[[list[Any]], Any], samples: list[Any]) -> Any:
@@ -65,6 +67,7 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
         self._batches_before = 0
         """Number of batches of this epoch that were returned before `load_state_dict`."""
         self._samples_per_batch = batch_size
+        self._init_worker = arguments.get("worker_init_fn")
         if isinstance(dataset, MapDataset):
             sampler = BatchSampler(dataset.sampler(), batch_size, drop_last)
             super().__init__(dataset, batch_sampler=sampler, collate_fn=collate, **arguments)
@@ -75,6 +78,9 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]  # torch names its private iterator
         self._taken_batches = 0
         # Set for this pass only, because another loader may use the same dataset.
+        if self.num_workers:
+            mark_children()
+            self.worker_init_fn = partial(init_loader_worker, Parent.current(), self._init_worker)
         before = self.dataset.block, self.dataset.yield_skipped
         self.dataset.block, self.dataset.yield_skipped = self._samples_per_batch, True
         try:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Sequence
 from concurrent.futures import Future
 from functools import partial
@@ -14,8 +13,8 @@ import numpy.typing as npt
 from voxlane.dataset.cache import DiskCache
 from voxlane.dataset.compose import Composer, plan_groups
 from voxlane.store import Store
+from voxlane.store.direct import PartChecksum, check_parts, new_writable_bytes
 from voxlane.store.listing import Entry
-from voxlane.store.objects import changed_error
 from voxlane.store.ranges import Span, split
 
 _BULK_BYTES = 1 << 20
@@ -39,6 +38,16 @@ class PendingObject:
         """Cancel requests that have not started."""
         for future in self._futures:
             future.cancel()
+
+
+class _Parts:
+    """The parts of an object that is being read."""
+
+    def __init__(self, spans: Sequence[Span]) -> None:
+        self.spans = spans
+        self.countdown = list(range(len(spans)))
+        """One item for each part that is missing."""
+        self.checksums: list[PartChecksum | None] = []
 
 
 class ObjectReader:
@@ -87,23 +96,39 @@ class ObjectReader:
         if entry.size <= self._store.config.part_bytes and not (is_bulk and self._store.receives_directly):
             return PendingObject([submit(self._read_whole, entry)])
         spans = split(entry.size, self._store.config.part_bytes)
-        body, target = _new_writable_bytes(entry.size)  # each part refers to `body`, which owns the target's memory
-        countdown = list(range(len(spans)))
-        return PendingObject([submit(self._read_part, entry, s, body, target, countdown) for s in spans], body)
+        body, target = new_writable_bytes(entry.size)  # each part refers to `body`, which owns the target's memory
+        parts = _Parts(spans)
+        return PendingObject([submit(self._read_part, entry, s, body, target, parts) for s in spans], body)
 
     def _read_whole(self, entry: Entry) -> bytes:
-        body = self._store.get_bytes(entry.key, etag=entry.etag)
-        if len(body) != entry.size:
-            raise changed_error(self._store.uri(entry.key), f"with {entry.size} bytes", f"{len(body)}")
+        body = self._store.get_bytes(entry.key, etag=entry.etag, size=entry.size)
         self._cache_object(entry, body)
         return body
 
-    def _read_part(
-        self, entry: Entry, span: Span, body: bytes, target: npt.NDArray[np.uint8], countdown: list[int]
-    ) -> None:
-        self._store.get_into(entry.key, span.start, target[span.start : span.stop], etag=entry.etag)
-        if countdown.pop() == 0:  # this is the last part; list.pop is atomic
+    def _read_part(self, entry: Entry, span: Span, body: bytes, target: npt.NDArray[np.uint8], parts: _Parts) -> None:
+        checksum = self._store.get_into(entry.key, span.start, target[span.start : span.stop], etag=entry.etag)
+        parts.checksums.append(checksum)
+        if parts.countdown.pop() == 0:  # this is the last part; list.pop is atomic
+            if len(parts.spans) > 1:
+                self._check_parts(entry, target, parts)
             self._cache_object(entry, body)
+
+    def _check_parts(self, entry: Entry, target: npt.NDArray[np.uint8], parts: _Parts) -> None:
+        """Compare an object that was read in parts with the service's checksum; read all of it again if they differ."""
+        uri, checksums = self._store.uri(entry.key), parts.checksums
+
+        def attempt() -> None:
+            nonlocal checksums
+            if not checksums:
+                self._store.counters.add("get", requests=0, retries=len(parts.spans))
+                pieces = [(span.start, target[span.start : span.stop]) for span in parts.spans]
+                checksums = [self._store.get_into(entry.key, start, piece, etag=entry.etag) for start, piece in pieces]
+            stated = [checksum for checksum in checksums if checksum is not None]
+            checksums = []  # after a failure they are read again
+            if len(stated) == len(parts.spans):
+                check_parts(stated, target, uri)
+
+        self._store.call_again("get", uri, attempt)
 
     def _cache_composed(self, entry: Entry, future: Future[memoryview]) -> None:
         if not future.cancelled() and future.exception() is None:
@@ -112,17 +137,3 @@ class ObjectReader:
     def _cache_object(self, entry: Entry, body: bytes | memoryview) -> None:
         if self._cache is not None and entry.etag is not None:
             self._cache.put(self._store.uri(entry.key), entry.etag, body)
-
-
-def _new_writable_bytes(size: int) -> tuple[bytes, npt.NDArray[np.uint8]]:
-    """Return a new bytes object and a writable view of its memory.
-
-    PyBytes_FromStringAndSize(NULL, n) exists to fill a bytes object before anything else sees it. The alternative, a
-    bytearray that is copied to bytes at the end, holds a 150 MB object twice and costs a third of its download time.
-    """
-    make = ctypes.pythonapi.PyBytes_FromStringAndSize
-    make.restype = ctypes.py_object
-    make.argtypes = (ctypes.c_char_p, ctypes.c_ssize_t)
-    body: bytes = make(None, size)
-    memory = (ctypes.c_uint8 * size).from_address(id(body) + bytes.__basicsize__ - 1)
-    return body, np.ctypeslib.as_array(memory)

@@ -31,13 +31,13 @@ from voxlane.errors import (
 from voxlane.store.config import StoreConfig
 from voxlane.store.counters import RequestCounters
 from voxlane.store.credentials import open_native, resolve_endpoint
-from voxlane.store.direct import COPY_BYTES, DirectStore, TakeChunk, is_addressable
+from voxlane.store.direct import COPY_BYTES, DirectResponse, DirectStore, PartChecksum, TakeChunk, is_addressable
 from voxlane.store.file_locks import lock_current_version, not_expected_version
 from voxlane.store.list_pages import drop_folder_markers, list_pages
 from voxlane.store.local_files import LocalFiles
 from voxlane.store.objects import ObjectInfo, changed_error
 from voxlane.store.retry import Retrier
-from voxlane.store.translate import TransientError, UnknownLengthError, is_foreign
+from voxlane.store.translate import TransientError, UnknownLengthError, WrongBytesError, is_foreign, no_etag_error
 from voxlane.store.writer import Writer
 
 _T = TypeVar("_T")
@@ -51,6 +51,17 @@ def ignore_missing_object() -> Iterator[None]:
     except NotFoundError as error:
         if type(error) is not NotFoundError:
             raise
+
+
+@contextlib.contextmanager
+def _closing(response: Any) -> Iterator[Any]:
+    """Close a plain response at the end, also if its body was not read: its connection must not wait for the garbage
+    collector. The engine's and files' responses hold nothing."""
+    try:
+        yield response
+    finally:
+        if isinstance(response, DirectResponse):
+            response.close()
 
 
 class Store:
@@ -131,14 +142,20 @@ class Store:
             options["range"] = {"offset": start}
         return self._get(key, options or None, etag, lambda response, _: response.bytes())
 
-    def get_bytes(self, key: str, *, etag: str | None = None) -> bytes:
-        """Return a whole object as `bytes`, read in one request; with `etag`, only that version, as `get` does."""
+    def get_bytes(self, key: str, *, etag: str | None = None, size: int | None = None) -> bytes:
+        """Return a whole object as `bytes`, read in one request; with `etag`, only that version, as `get` does. With
+        `size`, a body of another size is read again before ChangedError is raised."""
 
-        def read_body(response: Any, size: int) -> bytes:
+        def read_body(response: Any, length: int) -> bytes:
+            if size is not None and length != size:
+                blame = lambda _: changed_error(self.uri(key), f"with {size} bytes", f"{length}")  # noqa: E731
+                raise WrongBytesError(f"got {length} of {size} bytes", self.uri(key), blame)
+            if isinstance(response, DirectResponse):
+                return response.bytes()
             # A stream of one chunk fills the bytes object straight from the network's buffers, and joining one chunk
             # returns it. `response.bytes()` would be copied twice. Files are not streamed: their chunks have 8 KiB.
             is_file = self.scheme == "file"
-            return bytes(response.bytes()) if is_file else b"".join(response.stream(min_chunk_size=size))
+            return bytes(response.bytes()) if is_file else b"".join(response.stream(min_chunk_size=length))
 
         body: bytes = self._get(key, None, etag, read_body)
         return body
@@ -148,10 +165,10 @@ class Store:
         uri = self.uri(key)
 
         def attempt() -> Any:
-            response = self.engine_for(key).get(key, options=options)
-            self._check_version(response.meta, etag, uri)
-            first, last = response.range
-            body = read_body(response, last - first)
+            with _closing(self._reader_for(key).get(key, options=options)) as response:
+                self._check_version(response.meta, etag, uri)
+                first, last = response.range
+                body = read_body(response, last - first)
             if len(body) != last - first:
                 raise TransientError(f"got {len(body)} of {last - first} bytes", uri)
             return body
@@ -165,16 +182,16 @@ class Store:
         uri = self.uri(key)
 
         def attempt() -> tuple[ObjectInfo, Any]:
-            response = self.native.get(key, options={"range": {"suffix": num_bytes}})
-            meta, body = response.meta, response.bytes()
-            info = ObjectInfo(key, meta["size"], meta["e_tag"], meta["version"], meta["last_modified"])
+            with _closing(self._reader_for(key).get(key, options={"range": {"suffix": num_bytes}})) as response:
+                meta, body = response.meta, response.bytes()
+            info = ObjectInfo(key, meta["size"], meta["e_tag"], meta["version"], meta.get("last_modified"))
             if len(body) != min(num_bytes, info.size):
                 raise TransientError(f"got {len(body)} of {min(num_bytes, info.size)} bytes", uri)
             return info, body
 
         if self.scheme in ("gs", "s3") and is_addressable(key):  # Azure cannot count from the end
             with contextlib.suppress(UnknownLengthError):  # GCS would unpack it: see _read
-                info, body = self.call("get", uri, attempt)
+                info, body = self._read("get", key, attempt)
                 self.counters.add("get", requests=0, bytes_read=len(body))
                 return info, body
         info = self.head(key)
@@ -182,8 +199,9 @@ class Store:
 
     @property
     def receives_directly(self) -> bool:
-        """Whether `get_into` lets the system write straight into its target."""
-        return self._has_credentials and self.scheme in ("gs", "s3")
+        """Whether objects are read by plain requests: their bytes are compared with the service's checksums, and
+        `get_into` lets the system write straight into its target."""
+        return self._has_credentials and self.scheme in ("gs", "s3", "az")
 
     def get_into(
         self,
@@ -193,17 +211,17 @@ class Store:
         *,
         etag: str | None = None,
         take: TakeChunk | None = None,
-    ) -> None:
+    ) -> PartChecksum | None:
         """Fill `target`, an array or several that follow each other, with the object's bytes from `start` on, without a
         second copy in memory. Raises RangeError if the object ends before the target is full.
 
         Chunks are passed to `take(offset, chunk)` in order as they arrive; after a failure again from `start` on.
+        Returns what `check_parts` needs to compare all parts of an object with the service's checksum, if known.
         """
         pieces = [target] if isinstance(target, np.ndarray) else target
         if self.receives_directly:
             try:
-                self._receive_into(key, start, pieces, etag, take)
-                return
+                return self._receive_into(key, start, pieces, etag, take)
             except (MissingExtraError, CredentialsError):
                 self._has_credentials = False  # the engine may still find some
         starts = list(itertools.accumulate(map(len, pieces), initial=start))
@@ -221,6 +239,7 @@ class Store:
                 take(offset, data)
 
         self.get_chunks(key, start, starts[-1], copy, etag=etag)
+        return None
 
     def _receive_into(
         self,
@@ -229,19 +248,22 @@ class Store:
         pieces: Sequence[npt.NDArray[np.uint8]],
         etag: str | None,
         take: TakeChunk | None,
-    ) -> None:
+    ) -> PartChecksum | None:
         """Fill `pieces` by a plain request. The system writes the body straight into them: this takes 40% less
         processor time than the engine, which has buffers of its own."""
+        self._check_names_object(key)
         uri, size = self.uri(key), sum(map(len, pieces))
 
-        def attempt() -> None:
+        def attempt() -> PartChecksum | None:
             byte_range = start, start + size
-            with contextlib.closing(self.open_direct(key).get(key, options={"range": byte_range})) as response:
+            direct: DirectStore = self.open_direct(key)
+            with contextlib.closing(direct.get(key, options={"range": byte_range})) as response:
                 self._check_version(response.meta, etag, uri)
-                response.read_into(pieces, take)
+                return response.read_into(pieces, take)
 
-        self._read("get", key, attempt)
+        checksum = self.call("get", uri, attempt)
         self.counters.add("get", requests=0, bytes_read=size)
+        return checksum
 
     def get_chunks(self, key: str, start: int, stop: int, take: TakeChunk, *, etag: str | None = None) -> int:
         """Pass the bytes `[start, stop)` of an object, at least one, to `take(offset, chunk)` in order as they arrive.
@@ -252,15 +274,16 @@ class Store:
         uri = self.uri(key)
 
         def attempt() -> int:
-            response = self.engine_for(key).get(key, options={"range": (start, stop)})
-            self._check_version(response.meta, etag, uri)
-            if tuple(response.range) != (start, stop):
-                raise RangeError("the range lies outside the object", uri=uri, fix="It may have changed: list it again")
-            offset = start
-            for chunk in response.stream(min_chunk_size=COPY_BYTES):
-                if offset + len(chunk) <= stop:
-                    take(offset, chunk)
-                offset += len(chunk)
+            with _closing(self._reader_for(key).get(key, options={"range": (start, stop)})) as response:
+                self._check_version(response.meta, etag, uri)
+                if tuple(response.range) != (start, stop):
+                    fix = "It may have changed: list it again"
+                    raise RangeError("the range lies outside the object", uri=uri, fix=fix)
+                offset = start
+                for chunk in response.stream(min_chunk_size=COPY_BYTES):
+                    if offset + len(chunk) <= stop:
+                        take(offset, chunk)
+                    offset += len(chunk)
             if offset != stop:
                 raise TransientError(f"got {offset - start} of {stop - start} bytes", uri)
             return int(response.meta["size"])
@@ -271,7 +294,14 @@ class Store:
 
     def head(self, key: str) -> ObjectInfo:
         """Return the size and version of one object."""
-        meta = self._read("head", key, lambda: self.engine_for(key).head(key))
+
+        def attempt() -> Any:
+            meta = self.engine_for(key).head(key)
+            if meta["e_tag"] is None and self.scheme in ("gs", "s3", "az"):
+                raise no_etag_error(self.uri(key))
+            return meta
+
+        meta = self._read("head", key, attempt)
         return ObjectInfo(key, meta["size"], meta["e_tag"], meta["version"], meta["last_modified"])
 
     def _read(self, kind: str, key: str, attempt: Callable[[], _T]) -> _T:
@@ -280,6 +310,11 @@ class Store:
         self._check_names_object(key)
         try:
             return self.call(kind, self.uri(key), attempt)
+        except (MissingExtraError, CredentialsError):
+            if not self.receives_directly or not is_addressable(key):
+                raise
+            self._has_credentials = False  # the engine may still find some
+            return self._read(kind, key, attempt)
         except UnknownLengthError:
             if self.scheme != "gs" or key in self._packed:
                 raise
@@ -395,8 +430,13 @@ class Store:
 
     def copy(self, source: str, target: str, *, overwrite: bool = True) -> None:
         """Copy an object inside the bucket; the service copies it without a download."""
-        engine = self.engine_for(source if not is_addressable(source) else target)
-        self.call("copy", self.uri(source), lambda: engine.copy(source, target, overwrite=overwrite))
+        uses_engine = is_addressable(source) and is_addressable(target) and not overwrite
+
+        def attempt() -> None:
+            engine = self.engine_for(source) if uses_engine else self._reader_for(source, target)
+            engine.copy(source, target, overwrite=overwrite)
+
+        self._read("copy", source, attempt)
 
     def delete(self, keys: str | Iterable[str]) -> None:
         """Delete objects; it is no error if one does not exist."""
@@ -407,7 +447,7 @@ class Store:
     def delete_one(self, key: str) -> None:
         """Delete one object on the calling thread."""
         with ignore_missing_object():
-            self.call("delete", self.uri(key), lambda: self.engine_for(key).delete(key))
+            self._read("delete", key, lambda: self._reader_for(key).delete(key))
 
     def delete_prefix(self, prefix: str) -> int:
         """Delete every object whose key starts with `prefix`, a plain string; return how many there were."""
@@ -448,6 +488,13 @@ class Store:
         if is_addressable(key) and key not in self._packed:
             return self.open_native(engine_retries=engine_retries)
         return self.open_direct(key)
+
+    def _reader_for(self, *keys: str) -> Any:
+        """Return the store that reads, copies and deletes `keys`: where possible by plain requests. Their responses
+        state checksums, and the pages of proxies are recognised."""
+        if self.receives_directly:
+            return self.open_direct(keys[0])
+        return self.engine_for(next((key for key in keys if not is_addressable(key)), keys[0]))
 
     def open_direct(self, key: str = "") -> Any:
         """Return the store that sends plain requests, created once per process."""
@@ -496,6 +543,11 @@ class Store:
     def call(self, kind: str, uri: str, attempt: Callable[[], _T]) -> _T:
         """Call `attempt` until it succeeds, fails permanently, or the deadline passes; count every request."""
         return self._retrier.call(kind, uri, attempt, self.counters)
+
+    def call_again(self, kind: str, uri: str, attempt: Callable[[], _T]) -> _T:
+        """Call `attempt` like `call`. Its first call checks bytes that were read before, so it counts no request; the
+        others count as retries by the requests that they make."""
+        return self._retrier.call(kind, uri, attempt, RequestCounters())
 
 
 _inherited: list[Any] = []

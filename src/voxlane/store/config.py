@@ -6,7 +6,7 @@ import os
 import tomllib
 from collections.abc import Callable, Mapping
 from dataclasses import field, fields
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, StrictBool
 
@@ -67,8 +67,13 @@ class StoreConfig:
     providers ({"token": ..., "expires_at": ...} for GCS). Must be picklable to reach spawned workers."""
     connect_timeout_s: _Timeout = 10.0
     """Longest wait for a connection."""
-    read_timeout_s: _Timeout = 60.0
-    """Longest silence within a response; the complete transfer has no limit, so 100 GB objects are possible."""
+    read_timeout_s: _Timeout = 30.0
+    """Longest silence before or within a response; a complete transfer has no limit, so 100 GB objects are possible."""
+    min_bytes_per_s: Annotated[float, Field(ge=0, strict=True)] = 1000.0
+    """A response that is slower than this for `read_timeout_s` is requested again; 0 turns this off."""
+    verify: Literal["all", "crc", "off"] = "all"
+    """Which checksums of the service the bytes of whole objects are compared with: all that it sends, only the fast
+    ones (CRC-32C and CRC-32, not MD5 and SHA), or none. Checksums of our own are always compared."""
     retry: RetryConfig = field(default_factory=RetryConfig)
     """When and for how long a failed request is retried."""
     max_concurrency: _Count = 64

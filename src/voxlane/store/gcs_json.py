@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import urllib.parse
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from voxlane import uri as uris
@@ -12,13 +12,17 @@ from voxlane.errors import NotFoundError, PermissionDeniedError, UnsupportedErro
 from voxlane.store.bucket import Store
 from voxlane.store.direct import LIST_PAGE_KEYS
 from voxlane.store.http import HttpPool
+from voxlane.store.list_pages import ListingProgress
 from voxlane.store.services import GcsService
-from voxlane.store.translate import translate_response
+from voxlane.store.translate import not_a_listing_error, translate_response
 
 COMPOSED_PREFIX = "voxlane-composed/"
 """Prefix of joined objects, which exist only while a composed download runs."""
 COMPOSED_PREFIXES = (COMPOSED_PREFIX, "dataflux-composed-objects/")
 """Prefixes of joined objects, ours and those of Google's Dataflux connector: never samples, and cleaned up alike."""
+
+_LIST_MEMBERS = frozenset({"kind", "items", "prefixes", "nextPageToken"})
+"""Members of the response to a list request."""
 
 
 class GcsJson:
@@ -76,29 +80,50 @@ class GcsJson:
         query["fields"] = select_fields(storage_class=storage_class)
         if start_after is not None:
             query["startOffset"] = start_after
+        uri, progress = self._store.uri(prefix), ListingProgress(prefix, start_after, is_ordered=True)
+
+        def read_page(body: bytes) -> tuple[Any, str | None]:
+            try:
+                page, token = parse_page(body, storage_class=storage_class)
+                if not page.num_rows and json.loads(body).keys() - _LIST_MEMBERS:
+                    raise not_a_listing_error(body, uri)
+            except (ValueError, KeyError, TypeError):
+                raise not_a_listing_error(body, uri) from None
+            if page.num_rows and page.column("key")[0].as_py() == start_after:
+                page = page.slice(1)  # startOffset is inclusive
+            progress.check(page.column("key"), token, uri)
+            return page, token
+
         first_path = f"/storage/v1/b/{uris.quote(self._store.bucket)}/o?{urllib.parse.urlencode(query)}"
         path = first_path
         while True:
-            page, token = parse_page(self.send("list", "GET", path, prefix), storage_class=storage_class)
-            if page.num_rows and page.column("key")[0].as_py() == start_after:
-                page = page.slice(1)  # startOffset is inclusive
+            page, token = self.send("list", "GET", path, prefix, read=read_page)
             if page.num_rows:
                 yield page
             if not token:
                 return
             path = f"{first_path}&pageToken={urllib.parse.quote_plus(token)}"
 
-    def send(self, kind: str, method: str, path: str, key: str = "", body: Any = None) -> bytes:
-        """Send one request of the JSON or XML API, retried and counted as `kind`; return the body of the response."""
+    def send(
+        self,
+        kind: str,
+        method: str,
+        path: str,
+        key: str = "",
+        body: Any = None,
+        read: Callable[[bytes], Any] = lambda text: text,
+    ) -> Any:
+        """Send one request of the JSON or XML API, retried and counted as `kind`; return what `read` makes of the
+        response's body. It raises TransientError for a response that is worth another attempt."""
         uri = self._store.uri(key)
 
-        def attempt() -> bytes:
+        def attempt() -> Any:
             headers = {"Content-Type": "application/json", **self._service.authorization()}
             data = None if body is None else json.dumps(body)
             with self._pool.request(method, path, headers, data, uri=uri) as response:
                 text = response.read()
             if response.status >= 300:
                 raise translate_response(response.status, text, uri)
-            return text
+            return read(text)
 
         return self._store.call(kind, uri, attempt)

@@ -26,6 +26,9 @@ _MAX_IDLE_S = 15.0
 """Connections that were idle for longer are closed, because servers close them at about that time."""
 _MAX_LINE_BYTES = 64 << 10
 _MAX_HEADERS = 200
+_SEND_BYTES = 256 << 10
+"""Bytes of a body that are sent at a time: the socket's timeout limits how long each call may take."""
+_MAX_ERROR_BYTES = 64 << 10
 _DEFAULT_PORTS = {"http": 80, "https": 443}
 _LINE_BREAK = re.compile(r"[\r\n\0]")
 
@@ -38,6 +41,12 @@ class HttpResponse(HTTPResponse):
     """
 
     headers: dict[str, str]  # type: ignore[assignment]  # their names are in lower case
+
+    def __init__(self, connection: HTTPConnection, method: str, config: StoreConfig) -> None:
+        super().__init__(connection.sock, method=method)
+        self._config = config
+        self._window_start_s = time.monotonic()
+        self._window_bytes = 0
 
     def begin(self) -> None:
         """Read the status and the header."""
@@ -62,6 +71,50 @@ class HttpResponse(HTTPResponse):
         keeps_open = "keep-alive" in options if self.version == 10 else "close" not in options
         self.will_close = not keeps_open or (self.length is None and not self.chunked)
 
+    def receive_into(self, target: memoryview) -> int:
+        """Fill `target` with what has arrived of the body, and wait for the first byte; return the number of bytes,
+        which is 0 after the end. `readinto` would wait until `target` is full, however slow the server is."""
+        if self.fp is None or self.length == 0:
+            return 0
+        count: int = self.fp.readinto1(target if self.length is None else target[: self.length])
+        if self.length is not None:
+            self.length -= count
+        if not count or not self.length:
+            self._close_conn()  # type: ignore[attr-defined]
+        self._window_bytes += count
+        elapsed_s = time.monotonic() - self._window_start_s
+        if elapsed_s > self._config.read_timeout_s and self.length:
+            if self._window_bytes < elapsed_s * self._config.min_bytes_per_s:
+                rate = self._window_bytes / elapsed_s
+                raise TimeoutError(f"the response is too slow: {rate:,.0f} B/s in the last {elapsed_s:.0f} s")
+            self._window_start_s, self._window_bytes = time.monotonic(), 0
+        return count
+
+    def read(self, amt: int | None = None) -> bytes:
+        """Return the rest of the body; raise if it ends early or is too slow."""
+        if amt is not None or self.chunked or not self.length:
+            return super().read(amt)
+        body, filled = memoryview(bytearray(self.length)), 0
+        while filled < len(body):
+            count = self.receive_into(body[filled:])
+            if not count:
+                raise http.client.IncompleteRead(bytes(body[:filled]), len(body) - filled)
+            filled += count
+        return bytes(body)
+
+    def read_error(self) -> bytes:
+        """Return the body of an error, or what arrives of it: its status counts, even if its body never ends."""
+        body = bytearray()
+        try:
+            if self.chunked:
+                return self.read()
+            buffer = memoryview(bytearray(_MAX_ERROR_BYTES))
+            while len(body) < _MAX_ERROR_BYTES and (count := self.receive_into(buffer)):
+                body += buffer[:count]
+        except (OSError, http.client.HTTPException):
+            self.will_close = True
+        return bytes(body)
+
     def _read_line(self) -> bytes:
         line: bytes = self.fp.readline(_MAX_LINE_BYTES)
         if not line:
@@ -72,17 +125,27 @@ class HttpResponse(HTTPResponse):
 
     def _read_headers(self) -> dict[str, str]:
         """Return the headers; values of headers that come more than once are joined with commas."""
+        arrived = self.fp.peek()  # nearly always all of the header, which is faster to read at once
+        end = arrived.find(b"\r\n\r\n")
+        block = self._read_header_lines() if end < 0 or arrived.startswith(b"\r\n") else self.fp.read(end + 4)[:-2]
+        lines = block.decode("latin-1").split("\n")[:-1]
+        if len(lines) > _MAX_HEADERS:
+            raise http.client.HTTPException(f"the response has more than {_MAX_HEADERS} headers")
+        headers: dict[str, str] = {}
+        for text in lines:
+            name, _, value = text.partition(":")
+            name, value = name.lower(), value.strip()
+            headers[name] = f"{headers[name]}, {value}" if name in headers else value
+        return headers
+
+    def _read_header_lines(self) -> bytes:
+        """Return the lines of the header, line by line, up to the empty one."""
         lines: list[bytes] = []
         while (line := self._read_line()) not in (b"\r\n", b"\n"):
             lines.append(line)
             if len(lines) > _MAX_HEADERS:
                 raise http.client.HTTPException(f"the response has more than {_MAX_HEADERS} headers")
-        headers: dict[str, str] = {}
-        for text in b"".join(lines).decode("latin-1").split("\n")[:-1]:
-            name, _, value = text.partition(":")
-            name, value = name.lower(), value.strip()
-            headers[name] = f"{headers[name]}, {value}" if name in headers else value
-        return headers
+        return b"".join(lines)
 
 
 class HttpPool:
@@ -117,13 +180,13 @@ class HttpPool:
         response = None
         try:
             try:
-                response = _exchange(connection, method, message)
+                response = _exchange(connection, method, message, self._config)
             except (http.client.RemoteDisconnected, BrokenPipeError, ConnectionResetError):
                 if not is_reused or method == "POST":  # a POST may have had its effect
                     raise
                 connection.close()  # the server closed it while it was idle
                 connection = self._connect()
-                response = _exchange(connection, method, message)
+                response = _exchange(connection, method, message, self._config)
             yield response
         except (OSError, http.client.HTTPException) as error:
             if isinstance(error, VoxlaneError):  # the caller's, for the response's status
@@ -170,7 +233,7 @@ class HttpPool:
 
     def _connect(self) -> HTTPConnection:
         scheme, host = self._endpoint.scheme, self._endpoint.hostname or ""
-        timeout_s = self._config.read_timeout_s
+        timeout_s = self._config.connect_timeout_s  # `_exchange` replaces it once the connection is open
         address, proxy = self._endpoint.netloc, self._proxy
         if scheme == "http":
             return HTTPConnection(urllib.parse.urlsplit(proxy).netloc if proxy else address, timeout=timeout_s)
@@ -183,13 +246,17 @@ class HttpPool:
         return connection
 
 
-def _exchange(connection: HTTPConnection, method: str, message: tuple[bytes, Any]) -> HttpResponse:
+def _exchange(connection: HTTPConnection, method: str, message: tuple[bytes, Any], config: StoreConfig) -> HttpResponse:
     """Send a request and return its response, before its body is read."""
     head, body = message
+    if connection.sock is None:
+        connection.connect()
+        connection.sock.settimeout(config.read_timeout_s)  # type: ignore[attr-defined]
     connection.send(head)
-    if body:
-        connection.send(body)
-    response = HttpResponse(connection.sock, method=method)
+    view = memoryview(body or b"")
+    for start in range(0, len(view), _SEND_BYTES):
+        connection.send(view[start : start + _SEND_BYTES])
+    response = HttpResponse(connection, method, config)
     try:
         response.begin()
     except BaseException:

@@ -7,11 +7,47 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from voxlane.errors import CredentialsError, InvalidKeyError, MissingExtraError
-from voxlane.store.direct import LIST_PAGE_KEYS, DirectStore
+from voxlane.store.direct import LIST_PAGE_KEYS
 from voxlane.store.local_files import list_files
+from voxlane.store.translate import TransientError
 
 if TYPE_CHECKING:
     from voxlane.store.bucket import Store
+    from voxlane.store.list_xml import ListPage
+
+
+class ListingProgress:
+    """Checks that every page of a listing brings new keys. A server or a proxy that repeats a page would otherwise be
+    listed for ever."""
+
+    def __init__(self, prefix: str, start_after: str | None, *, is_ordered: bool) -> None:
+        """`is_ordered`: the service certainly lists in the order of the keys."""
+        self._prefix = prefix
+        self._is_ordered = is_ordered
+        self._last_key = start_after
+        self._tokens: set[str] = set()
+        self._first_keys: set[str] = set()
+
+    def check(self, keys: Any, token: str | None, uri: str) -> None:
+        """Note a page with these keys, an Arrow array, and the next page's token. Raises TransientError if it cannot be
+        the next page: then it is requested again."""
+        if token is not None and token in self._tokens:
+            raise TransientError("the listing makes no progress: it repeats a page's token", uri)
+        if len(keys):
+            first, last = str(keys[0]), str(keys[len(keys) - 1])
+            if first in self._first_keys:
+                raise TransientError(
+                    f"the listing makes no progress: it repeats the page that starts at {first!r}", uri
+                )
+            for key in (first, last):
+                if not key.startswith(self._prefix):
+                    raise TransientError(f"the listing has the key {key!r}, which lacks the prefix", uri)
+            if self._is_ordered and self._last_key is not None and first <= self._last_key:
+                raise TransientError(f"the listing goes back, to {first!r} after {self._last_key!r}", uri)
+            self._first_keys.add(first)
+            self._last_key = last
+        if token is not None:
+            self._tokens.add(token)
 
 
 def list_pages(store: Store, prefix: str, start_after: str | None) -> Iterator[Any]:
@@ -42,10 +78,17 @@ def _list_directly(store: Store, prefix: str, start_after: str | None) -> Iterat
     """Yield the pages of a service by plain HTTP, which keeps keys as they are. The engine lists if the libraries for
     the service's credentials are not installed, or do not find the credentials that the engine may have."""
     token = None
+    # Some servers of S3's protocol list folder by folder.
+    progress = ListingProgress(prefix, start_after if store.scheme == "gs" else None, is_ordered=store.scheme == "gs")
+
+    def next_page() -> ListPage:
+        page: ListPage = store.open_direct().list_page(prefix, start_after, token)
+        progress.check(page.batch.column("path"), page.token, store.uri(prefix))
+        return page
+
     while True:
         try:
-            direct: DirectStore = store.open_direct()
-            page = store.call("list", store.uri(prefix), partial(direct.list_page, prefix, start_after, token))
+            page = store.call("list", store.uri(prefix), next_page)
         except (MissingExtraError, CredentialsError) as error:
             if token is not None:
                 raise

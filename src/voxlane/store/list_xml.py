@@ -105,7 +105,9 @@ def _cut_rows(body: bytes, form: _Format) -> list[Any] | None:
         offsets = np.stack([starts + len(tag), ends], axis=1).astype(np.int32)
         buffers = [None, pa.py_buffer(offsets), pa.py_buffer(body)]
         pieces = pa.Array.from_buffers(pa.binary(), 2 * num_rows - 1, buffers)
-        columns.append(pieces.take(pa.array(np.arange(0, 2 * num_rows, 2))).cast(pa.string()))
+        # pa.array would import pandas, as in list_json.py.
+        positions = pa.Array.from_buffers(pa.int64(), num_rows, [None, pa.py_buffer(np.arange(0, 2 * num_rows, 2))])
+        columns.append(pieces.take(positions).cast(pa.string()))
     return columns[1:]
 
 

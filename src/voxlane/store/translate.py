@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from voxlane import errors
 from voxlane.errors import StoreError
@@ -23,6 +23,10 @@ _WRONG_RANGE = re.compile(
     r"error: (Requested \d+\.\.|Received non-partial|Content-Range header not|Failed to parse value for CONTENT_RANGE)"
 )
 """The engine's messages about responses that are not the range that was requested."""
+_NOT_THE_SERVICES = re.compile(
+    r"(?i)(etag|last-modified) header missing|missingetag|missinglastmodified|got invalid \w+ response"
+)
+"""The engine's messages about successful responses that lack what every service sends: a proxy answered."""
 _RETRIED_STATUS = frozenset({408, 429, 500, 502, 503, 504})
 _BAD_KEYS = frozenset({"InvalidAccessKeyId", "SignatureDoesNotMatch", "ExpiredToken", "InvalidToken", "AuthFailure"})
 _NO_CREDENTIALS = (
@@ -86,6 +90,16 @@ class TransientError(Exception):
         )
 
 
+class WrongBytesError(TransientError):
+    """A read whose bytes are not those that were stored. Something on the way may have changed them, so the object is
+    blamed only after several reads."""
+
+    def __init__(self, problem: str, uri: str, blame: Callable[[int], StoreError]) -> None:
+        super().__init__(problem, uri)
+        self.blame = blame
+        """Returns the error to raise after that number of reads."""
+
+
 def is_foreign(error: BaseException) -> bool:
     """Return whether `error` comes from the engine and needs translating."""
     if isinstance(error, errors.VoxlaneError):
@@ -118,6 +132,8 @@ def translate(error: BaseException, uri: str) -> StoreError | TransientError:
         )
     if status is None and _is_connection_error(text):
         return TransientError(f"the connection failed ({_find_cause(text)})", uri)
+    if status is not None:
+        return StoreError(f"the service answered {status} ({': '.join(parts) or text.splitlines()[0]})", uri=uri)
     return StoreError(text.splitlines()[0], uri=uri)
 
 
@@ -156,8 +172,10 @@ def _classify(
     if is_any(marks=_NO_CREDENTIALS):
         return errors.CredentialsError("no credentials were found", uri=uri, fix=login_hint)
     if is_any("NotFoundError", 404, FileNotFoundError, marks=["os error 20"]):  # 20: part of the path is a file
-        fix = "It may be misspelt, or was deleted after it was listed"
-        return errors.NotFoundError("no such object", uri=uri, fix=fix)
+        problem, fix = "no such object", "It may be misspelt, or was deleted after it was listed"
+        if code == "NoSuchUpload":
+            problem, fix = "the unfinished upload no longer exists", "Write it again; somebody may have dropped it"
+        return errors.NotFoundError(problem, uri=uri, fix=fix)
     if is_any(301, "PermanentRedirect", "AuthorizationHeaderMalformed"):
         return StoreError(f"wrong region{details}", uri=bucket, fix="Set StoreConfig(region=...) or AWS_REGION")
     if is_any("UnauthenticatedError", 401, *_BAD_KEYS):
@@ -178,6 +196,19 @@ def _classify(
     return TransientError(f"the service answered {status}{details}", uri) if status in _RETRIED_STATUS else None
 
 
+def not_a_listing_error(body: bytes, uri: str) -> TransientError:
+    """Return the error for a successful response to a list request that holds something else, such as the page of a
+    proxy or a login, or only a part of the listing."""
+    start = " ".join(body[:80].decode(errors="replace").split())
+    return TransientError(f"the response is not a complete listing (it begins with {start!r})", uri)
+
+
+def no_etag_error(uri: str) -> TransientError:
+    """Return the error for a successful response without an entity tag, which every service sends. A proxy or the page
+    of a login may have answered."""
+    return TransientError("the response is not the service's: it has no ETag", uri)
+
+
 def unknown_length_error(uri: str) -> UnknownLengthError:
     """Return the error for a response without a length."""
     problem = "the response has no Content-Length, so it cannot be checked"
@@ -195,6 +226,8 @@ def _classify_malformed(text: str, uri: str) -> StoreError | TransientError | No
         return TransientError(f"the response is not the requested range ({text.splitlines()[0]})", uri)
     if "Content-Length Header missing" in text:
         return unknown_length_error(uri)
+    if _NOT_THE_SERVICES.search(text):
+        return TransientError(f"the response is not the service's ({text.splitlines()[0][:200]})", uri)
     return None
 
 

@@ -6,13 +6,11 @@ import atexit
 import io
 import multiprocessing.util
 import os
-import queue
 import sys
-import threading
 import traceback
 import warnings
 import weakref
-from collections.abc import Iterator
+from dataclasses import replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -20,118 +18,18 @@ import numpy as np
 import numpy.typing as npt
 
 from voxlane.errors import ClosedWriterError, DiscardedWarning, StoreError, VoxlaneError
+from voxlane.store.multipart import BRIEF_DEADLINE_S, LostCompletionError, Part, Upload, open_upload, running_uploads
 from voxlane.store.objects import ObjectInfo
-from voxlane.store.translate import TransientError, is_foreign, is_lost_completion, translate
 
 if TYPE_CHECKING:
     from voxlane.store.bucket import Store
 
-_PARTS_IN_FLIGHT = 8
 _MAX_PARTS = 10_000
 """Most parts that S3 and GCS accept in one upload."""
 _MIN_PART_BYTES = 5 << 20
 """Smallest part that S3 and GCS accept, except for the last one."""
-_Part = npt.NDArray[np.uint8]
-_QUEUED_PARTS = 2
-"""Parts that wait for the engine, in addition to those in flight."""
 _open_writers: weakref.WeakSet[Writer] = weakref.WeakSet()
 """Writers that are neither published nor aborted; those that are left when the process ends are reported."""
-_running_uploads: set[_Upload] = set()
-"""Uploads whose threads run; the process waits at its end until those that were aborted have dropped their parts."""
-
-
-class _Aborted(Exception):
-    """Raised inside the engine's upload to abort it."""
-
-
-class _FailedError(Exception):
-    """Raised from an error by which parts were lost that cannot be sent twice, so that there is no other attempt."""
-
-
-class _Upload:
-    """One multipart upload on its own thread. It has no reference to its Writer, so that a Writer that is dropped
-    without being closed is garbage-collected and aborts."""
-
-    def __init__(self, store: Store, key: str, part_bytes: int) -> None:
-        self.store = store
-        self.key = key
-        self.part_bytes = part_bytes
-        # Very large objects need large parts: send fewer at a time to limit memory.
-        self.in_flight = max(2, min(_PARTS_IN_FLIGHT, _PARTS_IN_FLIGHT * (8 << 20) // part_bytes))
-        self.result: Any = None
-        self.failure: BaseException | None = None
-        self._started = False
-        self._aborted = False
-        self._parts: queue.SimpleQueue[_Part | None] = queue.SimpleQueue()
-        self._free_slots = threading.Semaphore(_QUEUED_PARTS)
-        self._thread = threading.Thread(target=self._run, name="voxlane-upload", daemon=True)
-        _running_uploads.add(self)
-        self._thread.start()
-
-    def send(self, part: _Part | None) -> None:
-        """Pass on a part, or the end (None). Blocks while the queue is full; raises if the upload failed."""
-        while self.failure is None:
-            if self._free_slots.acquire(timeout=0.1):
-                self._parts.put(part)
-                return
-        self.join()
-
-    def join(self) -> None:
-        """Wait for the upload to end; raise its error if it failed."""
-        self._thread.join()
-        error = self.failure
-        if error is None:
-            return
-        if not is_foreign(error):
-            raise error
-        translated = translate(error, self.store.uri(self.key))
-        raise (translated.to_unavailable(1) if isinstance(translated, TransientError) else translated) from None
-
-    def request_abort(self) -> None:
-        """Make the upload abort soon, so that the service drops the parts. Never waits, so that a finalizer can call
-        it: it may run at any moment, also on a thread that holds a lock."""
-        self._aborted = True
-        self._parts.put(None)  # wakes the thread; the put of this queue is reentrant
-
-    def abort(self) -> None:
-        """Abort the upload and wait for its end."""
-        self.request_abort()
-        self._thread.join()
-
-    def _run(self) -> None:
-        try:
-            self.result = self.store.call("part", self.store.uri(self.key), self._put)
-        except _FailedError as failed:
-            self.failure = failed.__cause__
-        except Exception as error:  # noqa: BLE001 - a thread's boundary: the next write or commit raises it
-            self.failure = error
-        finally:
-            _running_uploads.discard(self)
-
-    def _put(self) -> Any:
-        if self._aborted:
-            raise _FailedError from _Aborted()
-        engine = self.store.engine_for(self.key, engine_retries=True)
-        try:
-            return engine.put(
-                self.key, self._chunks(), use_multipart=True, chunk_size=self.part_bytes, max_concurrency=self.in_flight
-            )
-        except Exception as error:
-            if self._started:
-                raise _FailedError from error
-            raise  # no part was sent yet, so it can be tried again
-
-    def _chunks(self) -> Iterator[_Part]:
-        while True:
-            part = self._parts.get()
-            self._free_slots.release()
-            self._started = True
-            if self._aborted:
-                raise _Aborted
-            if part is None:
-                return
-            self.store.counters.add("part", bytes_written=len(part))
-            yield part
 
 
 class Writer(io.RawIOBase):
@@ -156,10 +54,10 @@ class Writer(io.RawIOBase):
         self._key = key
         hinted_bytes = -(-size_hint // (_MAX_PARTS * 9 // 10))  # a larger object must not have too many parts
         self._part_bytes = max(store.config.part_bytes, _MIN_PART_BYTES, -(-hinted_bytes >> 20) << 20)
-        self._part: _Part | None = None
+        self._part: Part | None = None
         self._filled = 0
         self._num_parts = 0
-        self._upload: _Upload | None = None
+        self._upload: Upload | None = None
         self._size = 0
         self._done = False
         self._failure: BaseException | None = None
@@ -237,16 +135,13 @@ class Writer(io.RawIOBase):
             return self._put_whole(b"" if self._part is None else self._part[: self._filled])
         self._check_condition()
         self._done = True
-        self._upload.send(None)
         try:
-            self._upload.join()
-        except StoreError as error:
-            is_lost = is_lost_completion(self._upload.failure or error)
-            if not is_lost or (info := self._find_stored()) is None:
-                raise
+            result = self._upload.finish()
+        except LostCompletionError as lost:
+            info = self._find_stored_briefly()
+            if info is None:
+                raise lost.failure from None
             return info
-        self._store.counters.add("part")  # the request that completes the upload
-        result = self._upload.result
         return ObjectInfo(self._key, self._size, result["e_tag"], result["version"])
 
     def _put_whole(self, data: Any) -> ObjectInfo:
@@ -256,8 +151,17 @@ class Writer(io.RawIOBase):
     def _check_condition(self) -> None:
         """Raise if an upload in parts must not be published; the engine has no conditional ones."""
 
-    def _find_stored(self) -> ObjectInfo | None:
-        """Return the object if it certainly holds what was written; a plain writer cannot tell."""
+    def _find_stored_briefly(self) -> ObjectInfo | None:
+        """Return the object if it certainly holds what was written. Not being able to ask is no other error."""
+        retry = self._store.config.retry
+        brief = replace(retry, deadline_s=min(retry.deadline_s, BRIEF_DEADLINE_S))
+        try:
+            return self._find_stored(type(self._store)(self._store.root, replace(self._store.config, retry=brief)))
+        except StoreError:
+            return None
+
+    def _find_stored(self, store: Store) -> ObjectInfo | None:
+        """Return the object in `store` if it certainly holds what was written; a plain writer cannot tell."""
         return None
 
     def finish_parts(self) -> None:
@@ -345,7 +249,7 @@ class Writer(io.RawIOBase):
                 fix="Pass its size (size_hint), or raise StoreConfig.part_bytes",
             )
         if self._upload is None:
-            self._upload = _Upload(self._store, self._key, self._part_bytes)
+            self._upload = open_upload(self._store, self._key, self._part_bytes)
         self._upload.send(self._part[: self._filled])
         self._num_parts += 1
         self._part, self._filled = None, 0  # the engine owns the part's memory until it is stored
@@ -378,7 +282,7 @@ def _discard_open_writers() -> None:
                 writer.discard()
             except DiscardedWarning:  # warnings are errors in this process; the other writers are reported too
                 traceback.print_exc()
-    for upload in list(_running_uploads):
+    for upload in list(running_uploads):
         upload.abort()
 
 
@@ -388,4 +292,3 @@ def _discard_at_exit_of_child(_: object) -> None:
 
 # A child that multiprocessing forked runs no functions of atexit at its end.
 multiprocessing.util.register_after_fork(_discard_open_writers, _discard_at_exit_of_child)
-os.register_at_fork(after_in_child=_running_uploads.clear)

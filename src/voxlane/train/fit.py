@@ -6,16 +6,15 @@ URI: the run's folder holds everything else that it needs.
 
 from __future__ import annotations
 
-import logging
 import os
 import signal
 import sys
 import threading
-import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
@@ -29,13 +28,14 @@ from voxlane.distributed import run_on_rank_zero
 from voxlane.errors import NoMemoryError, ReportedError, RunError, StoppedError, VoxlaneError
 from voxlane.store import StoreConfig
 from voxlane.train.config import TrainConfig, resolve_network, split_batch
+from voxlane.train.local_ranks import run_on_local_ranks
 from voxlane.train.patch_loader import PatchLoader
-from voxlane.train.ranks import RankInfo, process_group, read_rank_info
+from voxlane.train.ranks import RankInfo, process_group, read_job_start, read_rank_info
 from voxlane.train.recorder import Recorder
 from voxlane.train.run import Run, TrainedRun
 from voxlane.train.run_setup import check_devices, prepare_run, uses_gpu
 from voxlane.train.segmenter import Segmenter
-from voxlane.train.trainer import LAST, OnEpoch, make_trainer, quiet_loggers, silence_lightning
+from voxlane.train.trainer import LAST, LastCheckpoint, OnEpoch, make_trainer, silence_lightning
 from voxlane.volume.case_volumes import CacheLimits, Cases
 from voxlane.volume.patch_stream import PatchStream
 from voxlane.volume.plan import Plan
@@ -62,8 +62,10 @@ def train(
     `progress`: a bar (True) or nothing (False); by default a bar on a terminal, and otherwise a line per epoch.
     """
     rank_info = read_rank_info()
-    resume = resume or (rank_info.is_restart and Run(run_uri, store).exists)
+    run = Run(run_uri, store)
+    resume = resume or (rank_info.is_restart and run.exists)
     loaded: list[Prepared] = []
+    lease = run.open_lease(start=read_job_start())
 
     def prepare() -> tuple[bool, int]:
         loaded.append(Prepared.load(data, store))
@@ -76,10 +78,12 @@ def train(
             resume=resume,
             command=command,
             check_local_devices=True,
+            lease=lease,
         )
         return resume, config.devices
 
-    with process_group():
+    with process_group(), ExitStack() as cleanup:
+        cleanup.callback(lease.release, whole_job=True)
         try:
             resume, devices = run_on_rank_zero(prepare)
         except VoxlaneError as error:
@@ -87,36 +91,12 @@ def train(
                 raise
             raise ReportedError(str(error)) from None
         if devices > 1:
-            return _fit_local_ranks(devices, run_uri, store, resume, progress)
-        return fit(run_uri, store, resume=resume, progress=progress, prepared=loaded[0] if loaded else None)
-
-
-def _fit_local_ranks(
-    devices: int, run_uri: str, store: StoreConfig | None, resume: bool, progress: bool | None
-) -> dict[str, Any]:
-    """Run `fit` in one process per device of this machine."""
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
-
-    launch_config = LaunchConfig(
-        min_nodes=1,
-        max_nodes=1,
-        nproc_per_node=devices,
-        run_id=uuid.uuid4().hex,
-        rdzv_backend="c10d",
-        rdzv_endpoint="127.0.0.1:0",
-        max_restarts=0,
-    )
-    try:
-        with quiet_loggers(logging.CRITICAL, "torch.distributed.elastic", "torch.distributed.launcher"):
-            reports: dict[int, dict[str, Any]] = elastic_launch(launch_config, fit)(run_uri, store, resume, progress)
-    except ChildFailedError as error:
-        rank, failure = error.get_first_failure()
-        message: Any = failure.message
-        cause = str(message.get("message", message) if isinstance(message, dict) else message or "it was killed")
-        fix = f"Saved checkpoints remain: {RESUME_FIX}"
-        raise RunError(f"rank {rank} failed: {cause.splitlines()[0]}", uri=run_uri, fix=fix) from None
-    return reports[0]
+            fix = f"Saved checkpoints remain: {RESUME_FIX}"
+            fit_rank = partial(fit, run_uri, store, resume, progress, lease_token=lease.token)
+            report: dict[str, Any] = run_on_local_ranks(fit_rank, devices, uri=run_uri, fix=fix)
+            return report
+        loaded_here = loaded[0] if loaded else None
+        return fit(run_uri, store, resume=resume, progress=progress, prepared=loaded_here, lease_token=lease.token)
 
 
 def fit(
@@ -128,17 +108,18 @@ def fit(
     until_epoch: int | None = None,
     on_epoch: OnEpoch | None = None,
     prepared: Prepared | None = None,
+    lease_token: str | None = None,
 ) -> dict[str, Any]:
     """Do this rank's part of the run at `run_uri`; return the stall report of all ranks.
 
     The environment says which rank this is, as torchrun and Ray Train set it; without it there is one rank.
     `until_epoch`: stop after this many epochs of the run, though its schedule goes on. `on_epoch`: called on every rank
     with each new entry of the history, after its checkpoint was started; if it returns True on any rank, the run stops
-    there with its checkpoint. `prepared`: the run's dataset, if it is loaded already.
+    there with its checkpoint. `prepared`: the run's dataset, if it is loaded already. `lease_token`: of the job that
+    holds the run's lease; the first rank takes it over, and gives it up at the end.
     """
-    with process_group():
+    with process_group(), _hold_lease(Run(run_uri, store), lease_token) as run:
         rank_info = read_rank_info()
-        run = Run(run_uri, store)
         trained = TrainedRun.load(run)
         config, plan = trained.config, trained.plan
         prepared = prepared or Prepared.load(trained.data_uri, store)
@@ -185,15 +166,31 @@ def fit(
                 on_epoch=on_epoch,
             )
             volumes = _make_volume_loader(config, loader.dataset, held_out_rows)
-            with _translate_stop(run, trainer):
+            last_checkpoint = next(c for c in trainer.checkpoint_callbacks if isinstance(c, LastCheckpoint))
+            with _translate_stop(run, trainer), last_checkpoint.handle_sigterm():
                 trainer.fit(module, loader, volumes, ckpt_path=checkpoint, weights_only=True if checkpoint else None)
             report = recorder.finish(trainer)
             trainer.strategy.checkpoint_io.teardown()
-        epochs = _count_epochs(recorder.history)
-        stopped_early = any(callback.stopped_epoch > 0 for callback in trainer.early_stopping_callbacks)
-        if rank_info.rank == 0 and (epochs >= config.epochs or stopped_early):
-            run.mark_done(epochs, config.epochs)
+        if rank_info.rank == 0:
+            _mark_if_done(run, trainer, _count_epochs(recorder.history), config.epochs)
         return report
+
+
+def _mark_if_done(run: Run, trainer: pl.Trainer, epochs_done: int, epochs_planned: int) -> None:
+    stopped_early = any(callback.stopped_epoch > 0 for callback in trainer.early_stopping_callbacks)
+    if epochs_done >= epochs_planned or stopped_early:
+        run.mark_done(epochs_done, epochs_planned)
+
+
+@contextmanager
+def _hold_lease(run: Run, token: str | None) -> Iterator[Run]:
+    """Hold the run's lease on the first rank, and yield the run, which checks the lease before it writes."""
+    lease = run.open_lease(token, read_job_start())
+    run_on_rank_zero(lease.acquire)
+    try:
+        yield replace(run, lease=lease)
+    finally:
+        lease.release()
 
 
 def _count_epochs(history: Sequence[Mapping[str, Any]]) -> int:
@@ -306,7 +303,8 @@ def _translate_stop(run: Run, trainer: pl.Trainer) -> Iterator[None]:
             signal.signal(signal.SIGINT, signal.default_int_handler)  # Lightning has set it to be ignored
         if isinstance(stop, SIGTERMException):
             raise StoppedError("stopped by SIGTERM", uri=run.folder_uri, fix=RESUME_FIX) from None
-        raise KeyboardInterrupt from None
+        interrupt = stop.__context__  # the caller's own class may say which signal it was
+        raise interrupt if isinstance(interrupt, KeyboardInterrupt) else KeyboardInterrupt from None
 
 
 @contextmanager

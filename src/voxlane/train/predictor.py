@@ -24,12 +24,15 @@ from voxlane.store import StoreConfig
 from voxlane.store.bucket import ignore_missing_object
 from voxlane.train.config import resolve_network
 from voxlane.train.run import Run, TrainedRun
-from voxlane.volume.case_checks import compare_grids, count_not_finite, count_values, stack_channels
+from voxlane.volume.case_checks import count_values
 from voxlane.volume.description import Description
 from voxlane.volume.formats import open_store
 from voxlane.volume.grid import Grid, image_to_grid, mask_to_scan, outputs_to_scan, plan_grid
-from voxlane.volume.plan import Plan, Triple
-from voxlane.volume.scan import Scan, Spacing, read_scan, strip_scan_suffix, write_mask
+from voxlane.volume.memory import available_bytes
+from voxlane.volume.plan import Plan, Triple, to_triple
+from voxlane.volume.scan import Scan, Spacing, strip_scan_suffix, write_mask
+from voxlane.volume.scan_checks import check_growth
+from voxlane.volume.scan_reader import read_channels
 
 Mask = npt.NDArray[np.uint8]
 
@@ -51,6 +54,8 @@ class PredictConfig:
     """Device to predict on. auto: a GPU if there is one."""
     precision: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Number format of the network's arithmetic. auto: bfloat16 on GPUs, float32 elsewhere."""
+    scan_timeout_s: float = pydantic.Field(default=1800.0, gt=0)
+    """Seconds that reading one scan may take. A scan that takes longer is given up."""
 
 
 @dataclass
@@ -150,6 +155,9 @@ class Predictor:
                 fix="Give one file per channel, joined by commas, in this order" * (len(channels) > 1),
             )
         grid = plan_grid(image, spacing, self.plan)
+        crop_shape = to_triple(stop - start for start, stop in zip(grid.crop_start, grid.crop_stop, strict=True))
+        if text := check_growth(crop_shape, grid.shape, spacing, len(channels), available_bytes()):
+            raise ScanError(text, uri=uri, fix="Check the spacing in its header")
         outputs = self.predict_outputs(torch.from_numpy(image_to_grid(image, grid, self.plan)), progress)
         return self.mask_in_scan(outputs, grid)
 
@@ -220,6 +228,8 @@ class Prediction:
     """Volume of each target in millilitres."""
     seconds: float
     """Time that reading, predicting and writing took."""
+    warnings: tuple[str, ...] = ()
+    """What is suspicious about the scan."""
 
 
 def plan_predictions(scans: Sequence[str], out: str) -> list[PredictionJob]:
@@ -259,9 +269,14 @@ def _resolve_links(uri: str) -> str:
 
 
 def predict(
-    predictor: Predictor, job: PredictionJob, config: StoreConfig | None = None, *, progress: bool | None = None
+    predictor: Predictor,
+    job: PredictionJob,
+    config: StoreConfig | None = None,
+    *,
+    progress: bool | None = None,
+    read: Callable[[Sequence[str], StoreConfig | None, Spacing | None], Scan] = read_channels,
 ) -> Prediction:
-    """Read a scan, segment it and write its mask.
+    """Read a scan with `read`, segment it and write its mask.
 
     The mask has the scan's grid, affine and integer type; uint8 if the scan has floats, or integers that cannot hold
     the labels. `progress` forces the bar on or off; by default it shows on a terminal.
@@ -269,7 +284,7 @@ def predict(
     started_at = time.perf_counter()
     target = uris.parse(job.mask)
     open_store(target.root, config).check_writable(target.key)
-    scan = read_channels(job.files, config, predictor.description.spacing)
+    scan = read(job.files, config, predictor.description.spacing)
     with tqdm(
         desc=strip_scan_suffix(job.mask), unit="window", disable=None if progress is None else not progress
     ) as bar:
@@ -285,30 +300,8 @@ def predict(
     counts = count_values(mask)
     members = zip(description.targets, description.target_values, strict=True)
     volumes = {target: float(counts[list(values)].sum()) * voxel_ml for target, values in members}
-    return Prediction(job.scan, job.mask, volumes, time.perf_counter() - started_at)
-
-
-def read_channels(files: Sequence[str], config: StoreConfig | None = None, spacing: Spacing | None = None) -> Scan:
-    """Read the files of one scan as one image. They must share a grid, and all voxels must be finite. `spacing` is that
-    of files that store none."""
-    scans = [read_scan(file, config, spacing=spacing) for file in files]
-    for file, scan in zip(files, scans, strict=True):
-        if len(files) > 1 and len(scan.image) > 1:
-            raise ScanError(
-                f"a 4D file of {len(scan.image)} volumes, but each file must be one channel",
-                uri=file,
-                fix="Give it alone, or its volumes as 3D files",
-            )
-        difference, is_too_large = compare_grids(scans[0].geometry, scan.geometry)
-        if is_too_large:
-            raise ScanError(
-                f"not on the grid of {files[0]}: {difference}", uri=file, fix="Resample the channels onto one grid"
-            )
-        if invalid := sum(count_not_finite(channel) for channel in scan.image):
-            raise ScanError(
-                f"{invalid:,} of {scan.image.size:,} voxels are NaN or infinite", uri=file, fix="Set them to a number"
-            )
-    return stack_channels(scans)
+    warnings = tuple(remark.detail for remark in scan.remarks)
+    return Prediction(job.scan, job.mask, volumes, time.perf_counter() - started_at, warnings)
 
 
 def mask_dtype(scan_dtype: np.dtype[Any], description: Description) -> np.dtype[Any]:

@@ -12,6 +12,8 @@ import torch.distributed as dist
 from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvironment
 from lightning.pytorch.strategies import DDPStrategy
 
+from voxlane.store.lease import JobStart
+
 
 @dataclass(frozen=True)
 class RankInfo:
@@ -42,6 +44,20 @@ def read_rank_info() -> RankInfo:
         int(environment.get("LOCAL_WORLD_SIZE", 1)),
         int(environment.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0,
     )
+
+
+def read_job_start() -> JobStart:
+    """Read the variables that SLURM and torchrun set for a job that they restart."""
+    environment = os.environ
+    if "SLURM_JOB_ID" in environment:
+        job, restarts = f"SLURM job {environment['SLURM_JOB_ID']}", environment.get("SLURM_RESTART_COUNT", "0")
+        # Within one start of the job, torchrun may start the ranks again.
+        attempt = int(environment.get("TORCHELASTIC_RESTART_COUNT", 0))
+        return JobStart(job, 1000 * int(restarts) + attempt)
+    if environment.get("TORCHELASTIC_RUN_ID", "none") != "none":
+        job = f"torchrun {environment['TORCHELASTIC_RUN_ID']}"
+        return JobStart(job, int(environment.get("TORCHELASTIC_RESTART_COUNT", 0)))
+    return JobStart()
 
 
 class LauncherEnvironment(TorchElasticEnvironment):

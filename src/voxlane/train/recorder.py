@@ -7,7 +7,6 @@ import math
 import resource
 import shutil
 import sys
-import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from lightning.pytorch.callbacks import TQDMProgressBar
 
 from voxlane.distributed import gather_objects
 from voxlane.store import Traffic
+from voxlane.temporary import make_temporary_folder
 from voxlane.train import pictures
 from voxlane.train.patch_loader import PatchLoader
 from voxlane.train.run import Run
@@ -100,6 +100,8 @@ class Recorder(pl.Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Keep the loss, without waiting for the device, and count the patches."""
+        if self._run.lease is not None:
+            self._run.lease.raise_if_lost()
         self._losses.append(outputs["loss"].detach())
         self._steps += 1
         positions = batch["position"].tolist()
@@ -273,7 +275,7 @@ class EventWriter:
         from torch.utils.tensorboard import SummaryWriter
 
         self._run = run
-        self._folder = Path(tempfile.mkdtemp(prefix="voxlane-board-"))
+        self._folder = Path(make_temporary_folder("board"))
         self.writer = SummaryWriter(str(self._folder))
 
     def add_scalars(self, entry: dict[str, Any]) -> None:

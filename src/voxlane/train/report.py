@@ -244,6 +244,7 @@ def _time_facts(findings: Findings) -> Facts:
     each = f", {format_bytes(bytes_read / patches)} each" if patches > 0 else ""
     return _keep_known(
         ("Read", Markup("{} in {} requests").format(format_bytes(bytes_read), format_number(stall.get("requests"), 0))),
+        ("Requests repeated", format_number(stall.get("retries") or None, 0)),
         ("Patches", Markup("{}{}").format(format_number(patches, 0), each)),
         ("Steps", format_number(stall.get("steps"), 0)),
         ("Cost of requests", format_dollars(as_float(stall.get("cost_usd")))),

@@ -4,6 +4,7 @@ RUN/run.json            the command, the config, and the plan, description and c
 RUN/history.json        one entry per epoch
 RUN/stall.json          how the run's time was spent
 RUN/checkpoints/        last.ckpt and best.ckpt
+RUN/lease.json          the process that trains the run, while it does (voxlane.store.lease)
 RUN/done.json           written once the run has finished and its last checkpoint is published
 RUN/tensorboard/        event files
 RUN/evaluation/<name>/  scores, masks and overlays
@@ -22,6 +23,7 @@ from voxlane import uri as uris
 from voxlane.errors import AlreadyExistsError, RunError
 from voxlane.store import Store, StoreConfig
 from voxlane.store.bucket import ignore_missing_object
+from voxlane.store.lease import JobStart, Lease
 from voxlane.train.config import TrainConfig
 from voxlane.volume.description import Description
 from voxlane.volume.plan import Plan, Triple
@@ -36,6 +38,8 @@ class Run:
 
     uri: str
     config: StoreConfig | None = field(default=None, compare=False)
+    lease: Lease | None = field(default=None, compare=False)
+    """The lease without which nothing may be written, of a process that trains the run."""
 
     @property
     def folder_uri(self) -> str:
@@ -55,13 +59,26 @@ class Run:
         """Return the URI of a file of this run."""
         return f"{self.folder_uri}/{name}"
 
+    def open_lease(self, token: str | None = None, start: JobStart | None = None) -> Lease:
+        """Return the lease on this run, which is not acquired yet. `token`: of the job that this process belongs to."""
+        return Lease(self.store, self.key(""), "run", token=token, start=start)
+
+    def check_lease(self) -> None:
+        """Raise LeaseError if another process has taken this run over."""
+        if self.lease is not None:
+            self.lease.check()
+
     def create(self, facts: dict[str, Any]) -> None:
-        """Write run.json. Raises RunError if the run exists."""
+        """Write run.json. Raises RunError if the run exists, unless it has no results: then it starts again."""
         body = json.dumps({"version": VERSION, **facts}, indent=1).encode()
         try:
             self.store.put(self.key("run.json"), body, if_absent=True)
         except AlreadyExistsError:
-            raise self.already_exists_error() from None
+            if self.has_results:
+                raise self.already_exists_error() from None
+            self.store.delete_prefix(self.key("tensorboard/"))
+            self.store.delete(self.key("stall.json"))
+            self.store.put(self.key("run.json"), body)
 
     def already_exists_error(self) -> RunError:
         """Return the error for a new run that would overwrite this one."""
@@ -101,6 +118,12 @@ class Run:
         return self.store.exists(self.key("run.json"))
 
     @property
+    def has_results(self) -> bool:
+        """Whether anything was trained: a run that failed before its first epoch leaves neither of these."""
+        has_history = self.store.exists(self.key("history.json"))
+        return has_history or any(True for _ in self.store.list_pages(self.key("checkpoints/")))
+
+    @property
     def is_done(self) -> bool:
         """Whether the run finished, after its last epoch or by early_stop, with its last checkpoint published."""
         done = self.read_json("done.json")
@@ -129,6 +152,7 @@ class Run:
 
     def write_bytes(self, name: str, body: bytes) -> None:
         """Write a file of this run atomically."""
+        self.check_lease()
         self.store.put(self.key(name), body)
 
     @property

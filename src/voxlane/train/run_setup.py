@@ -7,6 +7,7 @@ import datetime
 import os
 import platform
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from voxlane.errors import ConfigError, RunError
 from voxlane.model.networks import build as build_network
 from voxlane.model.networks import check_patch
 from voxlane.store import StoreConfig
+from voxlane.store.lease import Lease
 from voxlane.train.config import TrainConfig, build_config, merge_values, resolve_batch, resolve_network, split_batch
 from voxlane.train.run import Run, TrainedRun
 from voxlane.volume.grid import MLPERF_RECIPE
@@ -48,11 +50,13 @@ def prepare_run(
     resume: bool = False,
     command: Sequence[str] = (),
     check_local_devices: bool = False,
+    lease: Lease | None = None,
 ) -> TrainConfig:
     """Check everything that a run on this many ranks needs, and write run.json. One process does it, before the ranks.
 
     `data`: the prepared dataset or its URI. `ranks`: None means the config's `devices`. `check_local_devices`: the
-    ranks will run on this machine, so its devices are checked too.
+    ranks will run on this machine, so its devices are checked too. `lease`: acquired before run.json is written; by
+    default it is held only meanwhile.
     """
     prepared = data if isinstance(data, Prepared) else Prepared.load(data, store)
     values = config_values or {}
@@ -73,10 +77,13 @@ def prepare_run(
     if check_local_devices:
         check_devices(config, config.devices)
     facts = _describe_run(config, prepared, ranks, command)
-    if resume:
-        run.write_json("run.json", {**run.read_facts(), **{k: facts[k] for k in ("config", "environment")}})
-    else:
-        run.create(facts)
+    with nullcontext() if lease is not None else run.open_lease():
+        if lease is not None:
+            lease.acquire()
+        if resume:
+            run.write_json("run.json", {**run.read_facts(), **{k: facts[k] for k in ("config", "environment")}})
+        else:
+            run.create(facts)
     return config
 
 

@@ -10,7 +10,6 @@ import contextlib
 import io
 import logging
 import shutil
-import tempfile
 import time
 import urllib.parse
 import warnings
@@ -24,6 +23,7 @@ from voxlane import uri as uris
 from voxlane.errors import ChangedError, ConfigError, MissingExtraError, NotFoundError, RunError, VoxlaneError
 from voxlane.store import ObjectInfo, RetryConfig, Store, StoreConfig
 from voxlane.store.bucket import ignore_missing_object
+from voxlane.temporary import make_temporary_folder
 
 HOST = "127.0.0.1"
 """TensorBoard has no access control, so only this machine may reach it."""
@@ -191,7 +191,7 @@ def serve(
 ) -> None:
     """Serve TensorBoard for the runs below `uri` until KeyboardInterrupt; remove the local copy then. `ready` is called
     with its URL. `wait`: a run that does not exist yet is not an error."""
-    folder = Path(tempfile.mkdtemp(prefix="voxlane-tensorboard-"))
+    folder = Path(make_temporary_folder("tensorboard"))
     mirror = EventMirror(uri, config, folder)
     try:
         listing = mirror.sync()

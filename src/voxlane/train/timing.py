@@ -188,12 +188,13 @@ def make_stall_report(
         "patches": patches,
         "bytes_read": traffic.bytes_read,
         "requests": traffic.requests,
+        "retries": traffic.retries,
         "cost_usd": traffic.request_cost_usd,
     }
     loader_s = {name: measured[name] for name in ("bucket", "decode")}
     shares = split_seconds(wall_s, measured)
     if previous:
-        report = {name: previous[name] + value for name, value in report.items()}
+        report = {name: previous.get(name, 0) + value for name, value in report.items()}
         loader_s = {n: previous[f"{n}_ms_a_patch"] / 1000 * previous["patches"] + s for n, s in loader_s.items()}
         shares = {name: previous["shares"].get(name, 0.0) + seconds for name, seconds in shares.items()}
     name, sentence = find_bottleneck(shares, on_gpu=on_gpu)

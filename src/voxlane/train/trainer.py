@@ -18,7 +18,7 @@ from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint, Timer
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
-from voxlane.checkpoint.lightning import AsyncBucketCheckpointIO, BucketModelParallelStrategy
+from voxlane.checkpoint.lightning import AsyncBucketCheckpointIO, BucketCheckpointIO, BucketModelParallelStrategy
 from voxlane.distributed import gather_objects
 from voxlane.train.config import TrainConfig
 from voxlane.train.ranks import LauncherEnvironment, RankInfo, make_ddp_strategy
@@ -59,11 +59,17 @@ class LastCheckpoint(ModelCheckpoint):
         """Key of this callback's state in checkpoints. It holds an older class name, so that older runs resume."""
         return super().state_key.replace(type(self).__qualname__, "_Last", 1)
 
-    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Take SIGTERM over from Lightning, which restores the original handler when training ends."""
-        super().on_train_start(trainer, pl_module)
-        if threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGTERM, self._handle_sigterm)
+    @contextmanager
+    def handle_sigterm(self) -> Iterator[None]:
+        """Stop on SIGTERM during the block: after the current step, or after the first if training has yet to start."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        previous = signal.signal(signal.SIGTERM, self._handle_sigterm)
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGTERM, previous)
 
     def _handle_sigterm(self, *_: Any) -> None:
         self._received_sigterm = True
@@ -120,7 +126,7 @@ def make_trainer(
 ) -> pl.Trainer:
     """Build the trainer of one rank. It trains until `last_epoch` (exclusive)."""
     # Before the callbacks: it registers the file system through which they look up their folder.
-    checkpoint_io = AsyncBucketCheckpointIO(run.config)
+    checkpoint_io = AsyncBucketCheckpointIO(run.config, before_save=run.check_lease)
     config = module.settings
     on_gpu = uses_gpu(config)
     is_distributed = rank_info.world_size > 1
@@ -137,6 +143,7 @@ def make_trainer(
             data_parallel_size=rank_info.world_size,
             tensor_parallel_size=1,
             save_distributed_checkpoint=False,
+            checkpoint_io=BucketCheckpointIO(run.config, before_save=run.check_lease),
             store_config=run.config,
         )
     else:
@@ -166,6 +173,7 @@ def make_trainer(
     # agrees on the last step without that. Lightning 2.6 calls this private method unconditionally: it has neither a
     # hook nor a flag for it, and a loop subclass would have to be installed through private names too.
     trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = lambda: None  # type: ignore[method-assign]
+    trainer._signal_connector.register_signal_handlers = lambda: None  # type: ignore[method-assign]
     return trainer
 
 

@@ -35,6 +35,7 @@ from voxlane.cluster.ray.cluster import run_in_thread, shorten
 from voxlane.errors import ClusterError, LostError, NoMemoryError, TuneError, VoxlaneError
 from voxlane.redaction import redact_text
 from voxlane.store import StoreConfig
+from voxlane.temporary import temporary_folder
 from voxlane.train.config import build_config
 from voxlane.train.run import Run
 from voxlane.tune.capacity import TrialCapacity
@@ -84,6 +85,8 @@ class Training:
     """Command line that started the search."""
     start_limit_s: float = 600.0
     """The trial fails if its workers have not started within this time."""
+    lease_token: str | None = None
+    """Token of the search's lease, which the leases of its runs share."""
 
     def __call__(self, task: TrialTask, report: Report) -> None:
         """Train the trial's runs and report their epochs."""
@@ -111,7 +114,15 @@ class Training:
         if 0 < self.capacity.gpus < 1 and torch.cuda.is_available():
             # Trials that share a device keep to their part, so that none runs out of memory because of another.
             torch.cuda.set_per_process_memory_fraction(self.capacity.gpus)
-        fit(run.uri, self.store, resume=True, progress=False, until_epoch=until, on_epoch=watch)
+        fit(
+            run.uri,
+            self.store,
+            resume=True,
+            progress=False,
+            until_epoch=until,
+            on_epoch=watch,
+            lease_token=self.lease_token,
+        )
 
     def _train_on_ranks(self, run: Run, until: int, watch: Watch) -> None:
         from voxlane.cluster.ray.ranks import run_on_ranks
@@ -119,7 +130,7 @@ class Training:
         questions, answers = Queue(actor_options={"num_cpus": 0}), Queue(actor_options={"num_cpus": 0})
         ranks = partial(
             run_on_ranks,
-            partial(_train_rank, run.uri, self.store, until, questions, answers),
+            partial(_train_rank, run.uri, self.store, self.lease_token, until, questions, answers),
             workers=self.capacity.workers,
             cpus=self.capacity.cpus,
             gpus=self.capacity.gpus,
@@ -159,7 +170,9 @@ def _add_cache(values: Mapping[str, Any], training: Training) -> dict[str, Any]:
     return {**values, "loader": {**loader, "disk_cache": folder}}
 
 
-def _train_rank(run_uri: str, store: StoreConfig | None, until: int, questions: Queue, answers: Queue) -> None:
+def _train_rank(
+    run_uri: str, store: StoreConfig | None, lease_token: str | None, until: int, questions: Queue, answers: Queue
+) -> None:
     """Train one rank of a trial; rank 0 asks the trial's process after each epoch whether to stop."""
     from voxlane.train.fit import fit
 
@@ -173,7 +186,15 @@ def _train_rank(run_uri: str, store: StoreConfig | None, until: int, questions: 
         questions.put(entry)
         return bool(answers.get())
 
-    fit(run_uri, store, resume=True, progress=False, until_epoch=until, on_epoch=watch)
+    fit(
+        run_uri,
+        store,
+        resume=True,
+        progress=False,
+        until_epoch=until,
+        on_epoch=watch,
+        lease_token=lease_token,
+    )
 
 
 def _run_trial_process(work: Work, config: dict[str, Any]) -> None:
@@ -401,7 +422,7 @@ def run_search(
     if capacity.workers > 1:
         # The trial itself only waits; its ranks get the CPUs. Ray refuses a request for nothing.
         resources = {"memory": 1}
-    with tempfile.TemporaryDirectory(prefix="voxlane-tune-", ignore_cleanup_errors=True) as folder:
+    with temporary_folder("tune") as folder:
         tuner = tune.Tuner(
             tune.with_resources(partial(_run_trial_process, work), tune.PlacementGroupFactory([resources])),
             param_space={},

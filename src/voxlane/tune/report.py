@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import shlex
-import tempfile
 from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -19,6 +18,7 @@ from voxlane.pages.formatting import as_number, format_duration, format_number, 
 from voxlane.pages.render import Tile, explain_wrong_content, render
 from voxlane.redaction import redact_words
 from voxlane.store import StoreConfig
+from voxlane.temporary import temporary_folder
 from voxlane.train.run import Run
 from voxlane.train.run_setup import check_config
 from voxlane.train.trainer import BEST
@@ -218,7 +218,7 @@ def _local_path(uri: str) -> str:
 
 def write_events(search: Search, run: Run) -> None:
     """Write the event files of `search` below `run`, replacing earlier ones."""
-    with tempfile.TemporaryDirectory(prefix="voxlane-board-") as folder:
+    with temporary_folder("board") as folder:
         bodies = {f"tensorboard/{_EVENT_FILE}": _events(Path(folder) / "search", [(_experiment(search), 0, None)])}
         for trial in search.trials:
             events = _trial_events(trial, search)

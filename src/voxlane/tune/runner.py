@@ -14,6 +14,7 @@ import datetime
 import importlib.util
 import json
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 
@@ -21,6 +22,8 @@ from voxlane import redaction, settings
 from voxlane.cluster.ray.cluster import list_nodes, open_cluster
 from voxlane.errors import AlreadyExistsError, ConfigError, MissingExtraError, TuneError
 from voxlane.store import StoreConfig
+from voxlane.store.lease import Lease
+from voxlane.train.ranks import read_job_start
 from voxlane.train.run import Run
 from voxlane.train.run_setup import check_config
 from voxlane.tune.capacity import plan_capacity
@@ -62,6 +65,7 @@ def tune(
     prepared = Prepared.load(data, store)
     _check_trainable(space, prepared)
     run = Run(out, store)
+    lease = Lease(run.store, run.key(""), "search", start=read_job_start())
     searched = {"fields": space.plain(), "fixed": space.fixed, "tune": settings.to_plain(space.tune)}
     values = json.loads(json.dumps(searched, default=str))  # as a resumed search reads them
     request = {"version": VERSION, "data": prepared.uri, "fingerprint": prepared.digest, "values": values}
@@ -73,26 +77,33 @@ def tune(
         search = _new_search(run, space, prepared.uri, command)
     display = SearchProgress(space, search, progress)
 
+    def write_ledger(search: Search) -> None:
+        lease.check()
+        run.write_bytes("tune.json", search.to_json().encode())
+
     ledger = SearchLedger(
         search,
         space,
         run.folder_uri,
-        write=lambda search: run.write_bytes("tune.json", search.to_json().encode()),
+        write=write_ledger,
         on_end=display.add_ended,
     )
     if not ledger.finished:
         try:
-            with open_cluster(address) as head_address:
+            with open_cluster(address) as head_address, ExitStack() as cleanup:
                 from voxlane.tune import ray_tune
 
                 capacity = plan_capacity(list_nodes(), space.tune, space.example_config.accelerator)
+                cleanup.enter_context(lease)
                 if not resume:
                     try:  # only once it is certain that the search can run
                         run.store.put(run.key("space.json"), json.dumps(request, indent=1).encode(), if_absent=True)
                     except AlreadyExistsError:
                         raise _already_exists(run) from None
                 ledger.set_devices(capacity.trials)
-                training = ray_tune.Training(prepared.uri, run.config, capacity, space.tune.cache, tuple(command))
+                training = ray_tune.Training(
+                    prepared.uri, run.config, capacity, space.tune.cache, tuple(command), lease_token=lease.token
+                )
                 with display.show(capacity):
                     ray_tune.run_search(
                         ledger, work or training, space, capacity, head_address, on_wait=display.show_waiting

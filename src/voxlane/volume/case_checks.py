@@ -1,24 +1,32 @@
-"""Loading and checking of cases, so that every unusable case is known before training begins."""
+"""Loading and checking of cases, so that every unusable case is known before training begins.
+
+A problem is an error, which makes the case unusable, or a warning. Its cause is permanent (the stored files are wrong)
+or transient (reading them failed, and may not fail again).
+"""
 
 from __future__ import annotations
 
+import hashlib
 import posixpath
 import textwrap
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
-from voxlane.errors import NotFoundError, ScanError
+from voxlane.errors import BucketNotFoundError, ChangedError, NotFoundError, ScanError, VoxlaneError
 from voxlane.store import StoreConfig
 from voxlane.volume.dataset_layouts import SourceCase
 from voxlane.volume.description import Description
-from voxlane.volume.formats import NotVolumeError
+from voxlane.volume.formats import NotVolumeError, Remark, read_object
 from voxlane.volume.geometry import Array, Geometry, align_axes, describe_grid_difference, max_voxel_distance_mm
-from voxlane.volume.scan import LabelValuesError, Scan, read_label, read_scan
+from voxlane.volume.memory import ScanMemoryError
+from voxlane.volume.scan import SCAN_SUFFIXES, LabelValuesError, Scan, load_label, read_scan
+from voxlane.volume.scan import Label as LoadedLabel
+from voxlane.volume.scan_checks import ChannelSummary, check_geometry, check_intensities
 
 ProblemKind = Literal[
     "unreadable",
@@ -31,7 +39,20 @@ ProblemKind = Literal[
     "nan",
     "empty-foreground",
     "channels",
+    "geometry",
+    "header",
+    "intensity",
+    "slices",
+    "outlier",
+    "duplicate",
+    "memory",
+    "time",
+    "crash",
+    "read-again",
 ]
+_T = TypeVar("_T")
+_MAX_LABEL_SHARE = 0.9
+"""Largest usual share of foreground in a scan."""
 Label = npt.NDArray[np.uint8]
 _WARN_VOXELS = 0.5
 """Grids that differ by less than this fraction of the smallest spacing still match voxel by voxel: only a warning."""
@@ -50,22 +71,62 @@ class CaseProblem:
     """Description of the problem that names the file."""
     fatal: bool
     """Whether the case cannot be used for training."""
+    transient: bool = False
+    """Whether the problem may not occur again although the files stay the same."""
+
+    @property
+    def severity(self) -> str:
+        """The severity, "error" or "warning"."""
+        return "error" if self.fatal else "warning"
 
 
 def load_case(
-    case: SourceCase, description: Description, config: StoreConfig | None = None
+    case: SourceCase, description: Description, config: StoreConfig | None = None, listed: Collection[str] = ()
 ) -> tuple[Scan | None, Label | None, list[CaseProblem]]:
     """Read the images and the label of `case` once, stack the channels, and check them all.
 
     The image or label is None if it has a fatal problem; problems are in the order of detection. At its peak this holds
     the case's image twice and the file being decompressed. Errors that concern more than this case, such as missing
-    credentials or an unreachable bucket, are raised.
+    credentials or an unreachable bucket, are raised. A file that cannot be read is read again before it is blamed.
+
+    listed: URIs of the files that the source's listing named.
     """
-    loader = _CaseLoader(case, description, config)
-    scan = loader.load_images()
+    loaded = examine_case(case, description, config, listed)
+    return loaded.scan, loaded.label, loaded.problems
+
+
+@dataclass
+class LoadedCase:
+    """A case that was read and checked."""
+
+    scan: Scan | None
+    """None if the image has a fatal problem."""
+    label: Label | None
+    """None if the label has a fatal problem."""
+    problems: list[CaseProblem]
+    channels: list[ChannelSummary]
+    """Intensities of each channel; empty if the image has a fatal problem."""
+
+
+def examine_case(
+    case: SourceCase, description: Description, config: StoreConfig | None = None, listed: Collection[str] = ()
+) -> LoadedCase:
+    """Do as `load_case`, and return the intensities too."""
+    loader = _CaseLoader(case, description, config, frozenset(listed))
+    scan = label = None
+    try:
+        scan = loader.load_images()
+    except MemoryError:
+        loader.add("memory", f"{_file_name(case.images[0])} does not fit into the memory for one case")
     broken_image = loader.has_fatal_problem()
-    label = loader.load_label(None if scan is None else scan.geometry)
-    return None if broken_image else scan, label, loader.problems
+    try:
+        label = loader.load_label(None if scan is None else scan.geometry)
+    except MemoryError:
+        loader.add("memory", f"{_file_name(str(case.label))} does not fit into the memory for one case")
+    if scan is not None and label is not None:
+        loader.compare_contents(scan.image, label)
+    usable_scan = None if broken_image or (loader.has_fatal_problem() and label is not None) else scan
+    return LoadedCase(usable_scan, label, loader.problems, [] if usable_scan is None else loader.channels)
 
 
 def format_problems(problems: Sequence[CaseProblem], width: int = 120) -> str:
@@ -75,7 +136,7 @@ def format_problems(problems: Sequence[CaseProblem], width: int = 120) -> str:
         return ""
     rows = [("case", "problem", "", "detail")]
     ordered = sorted(problems, key=lambda problem: (problem.case, not problem.fatal))
-    rows += [(p.case, p.kind, "error" if p.fatal else "warning", p.detail) for p in ordered[:_MAX_TABLE_ROWS]]
+    rows += [(p.case or "(all)", p.kind, p.severity, p.detail) for p in ordered[:_MAX_TABLE_ROWS]]
     widths = [max(len(row[column]) for row in rows) for column in range(3)]
     lines = []
     for row in rows:
@@ -97,10 +158,16 @@ class _CaseLoader:
     case: SourceCase
     description: Description
     config: StoreConfig | None
+    listed: frozenset[str]
     problems: list[CaseProblem] = field(default_factory=list)
+    channels: list[ChannelSummary] = field(default_factory=list)
 
-    def add(self, kind: ProblemKind, detail: str, *, fatal: bool = True) -> None:
-        self.problems.append(CaseProblem(self.case.id, kind, detail, fatal))
+    def add(self, kind: ProblemKind, detail: str, *, fatal: bool = True, transient: bool = False) -> None:
+        self.problems.append(CaseProblem(self.case.id, kind, detail, fatal, transient))
+
+    def add_remarks(self, uri: str, remarks: Sequence[Remark]) -> None:
+        for remark in remarks:
+            self.add(remark.kind, f"{_file_name(uri)}: {remark.detail}", fatal=remark.fatal)
 
     def has_fatal_problem(self, since: int = 0) -> bool:
         return any(problem.fatal for problem in self.problems[since:])
@@ -110,10 +177,10 @@ class _CaseLoader:
         images = self.case.images
         scans: list[Scan] = []
         for uri in images:
-            try:
-                scans.append(read_scan(uri, self.config, spacing=self.description.spacing))
-            except (NotFoundError, ScanError) as error:
-                self.add_unreadable(uri, error, "missing-image")
+            scan = self.read(uri, "missing-image", self._read_scan)
+            if scan is not None:
+                scans.append(scan)
+                self.add_remarks(uri, (*scan.remarks, *check_geometry(scan.geometry)))
         if len(scans) < len(images):
             return scans[0] if scans else None
         first = scans[0]
@@ -136,6 +203,8 @@ class _CaseLoader:
                 channel_text = f" of channel {index}" if len(images) == 1 and channels > 1 else ""
                 share = f"{bad_voxels:,} of {channel.size:,} voxels"
                 self.add("nan", f"{name}: {share}{channel_text} are NaN or infinite")
+        remarks, self.channels = check_intensities(stacked.image, self.description.channels)
+        self.add_remarks(images[0], remarks)
         return stacked
 
     def load_label(self, grid: Geometry | None) -> Label | None:
@@ -144,12 +213,12 @@ class _CaseLoader:
         if uri is None:
             self.add("missing-label", f"no label file for {_file_name(self.case.images[0])}")
             return None
-        try:
-            label, geometry = read_label(uri, self.config, spacing=self.description.spacing)
-        except (NotFoundError, ScanError) as error:
-            self.add_unreadable(uri, error, "missing-label")
+        loaded = self.read(uri, "missing-label", self._read_label)
+        if loaded is None:
             return None
+        label, geometry = loaded.values, loaded.geometry
         problems_before = len(self.problems)
+        self.add_remarks(uri, loaded.remarks)
         if grid is not None:
             self.compare(grid, uri, geometry)
             label = np.ascontiguousarray(align_axes(label, geometry, grid))
@@ -170,16 +239,86 @@ class _CaseLoader:
         kind: ProblemKind = "affine" if grid.canonical_shape == other.canonical_shape else "shape"
         self.add(kind, detail if fatal else f"{detail}, less than half a voxel", fatal=fatal)
 
-    def add_unreadable(self, uri: str, error: NotFoundError | ScanError, missing: ProblemKind) -> None:
-        """Record that a file could not be read; raise errors that are not the file's fault."""
+    def compare_contents(self, image: Array, label: Label) -> None:
+        """Record that image and label have the same content, or that nearly all of the image is labelled."""
+        file = _file_name(str(self.case.label))
+        if image.shape[1:] == label.shape and label.any() and any(np.array_equal(c, label) for c in image):
+            self.add("intensity", f"{file} is the same as {_file_name(self.case.images[0])}: the image is the label")
+        elif (share := np.count_nonzero(label) / label.size) > _MAX_LABEL_SHARE:
+            self.add("label-values", f"{file} labels {share:.0%} of the scan", fatal=False)
+
+    def _read_scan(self, uri: str) -> Scan:
+        return read_scan(uri, self.config, spacing=self.description.spacing)
+
+    def _read_label(self, uri: str) -> LoadedLabel:
+        return load_label(uri, self.config, spacing=self.description.spacing)
+
+    def read(self, uri: str, missing: ProblemKind, read: Callable[[str], _T]) -> _T | None:
+        """Return what `read` returns. Record why a file cannot be read, and return None; raise errors that are not the
+        file's fault. A failure is no verdict: the file is read a second time."""
+        try:
+            return read(uri)
+        except (NotFoundError, ChangedError, ScanError) as error:
+            first_error: VoxlaneError = error
+        if isinstance(first_error, BucketNotFoundError):
+            raise first_error
+        if isinstance(first_error, _VERDICTS) or (isinstance(first_error, NotFoundError) and uri not in self.listed):
+            self.add_unreadable(uri, first_error, missing)
+            return None
+        try:
+            result = read(uri)
+        except (NotFoundError, ChangedError, ScanError) as error:
+            self.add_unreadable(uri, error, missing)
+            return None
+        text = f"{_file_name(uri)} could not be read at first ({_describe(first_error)}); reading it again succeeded"
+        self.add("read-again", text, fatal=False, transient=True)
+        return result
+
+    def add_unreadable(self, uri: str, error: VoxlaneError, missing: ProblemKind) -> None:
+        """Record why a file could not be read, and whether that may pass."""
+        name = _file_name(uri)
         if isinstance(error, NotFoundError):
-            if type(error) is not NotFoundError:  # the bucket itself
-                raise error
-            self.add(missing, f"{uri} does not exist")
-            return
-        kinds: dict[type[ScanError], ProblemKind] = {NotVolumeError: "not-3d", LabelValuesError: "label-values"}
-        message = str(error).removeprefix(f"{error.uri}: ")
-        self.add(kinds.get(type(error), "unreadable"), f"{_file_name(uri)}: {message}")
+            if uri in self.listed:
+                text = f"{uri} is listed, but reading it says that it does not exist. This may pass: run again"
+                self.add(missing, text, transient=True)
+            else:
+                self.add(missing, f"{uri} does not exist")
+        elif isinstance(error, ChangedError):
+            self.add("unreadable", f"{name}: {_describe(error)}. It may be being written: run again", transient=True)
+        elif isinstance(error, _VERDICTS):
+            kinds: dict[type[VoxlaneError], ProblemKind] = {
+                NotVolumeError: "not-3d",
+                LabelValuesError: "label-values",
+                ScanMemoryError: "memory",
+            }
+            self.add(kinds[type(error)], f"{name}: {_describe(error)}")
+        elif self.reads_differ(uri):
+            text = (
+                f"{name}: {_describe(error)}. Reading it again gives other bytes: the transfer is at fault, run again"
+            )
+            self.add("unreadable", text, transient=True)
+        else:
+            self.add("unreadable", f"{name}: {_describe(error)}")
+
+    def reads_differ(self, uri: str) -> bool:
+        """Return whether two reads of one file give different bytes, or fail differently; False for a folder."""
+        if not uri.lower().endswith(SCAN_SUFFIXES):
+            return False
+        digests = []
+        for _ in range(2):
+            try:
+                digests.append(hashlib.sha256(read_object(uri, self.config)).hexdigest())
+            except (NotFoundError, ChangedError, ScanError) as error:
+                digests.append(type(error).__name__)
+        return len(set(digests)) > 1
+
+
+_VERDICTS = (NotVolumeError, LabelValuesError, ScanMemoryError)
+"""Errors about the content of a file that was read completely."""
+
+
+def _describe(error: VoxlaneError) -> str:
+    return str(error).removeprefix(f"{error.uri}: ")
 
 
 def compare_grids(a: Geometry, b: Geometry) -> tuple[str | None, bool]:
@@ -207,7 +346,8 @@ def stack_channels(scans: Sequence[Scan]) -> Scan:
     channels_by_scan = [
         align_axes(scan.image, scan.geometry, first.geometry).astype(dtype, copy=False) for scan in scans
     ]
-    return Scan(np.concatenate(channels_by_scan), first.geometry, first.dtype)
+    remarks = tuple(remark for scan in scans for remark in scan.remarks)
+    return Scan(np.concatenate(channels_by_scan), first.geometry, first.dtype, remarks)
 
 
 def count_not_finite(channel: Array) -> int:

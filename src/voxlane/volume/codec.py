@@ -16,9 +16,9 @@ import numpy as np
 import numpy.typing as npt
 
 from voxlane.errors import MissingExtraError, PreparedError
+from voxlane.store.crc32c import crc32c
 
 try:
-    import google_crc32c
     import numcodecs
     from numcodecs import blosc
 except ImportError:
@@ -105,4 +105,4 @@ class ChunkCodec:
 
 def checksum(data: Any) -> int:
     """Return the CRC-32C of `data`."""
-    return int(google_crc32c.value(bytes(data)))
+    return crc32c(data)

@@ -18,15 +18,20 @@ from typing import Any
 from voxlane import uri as uris
 from voxlane.errors import ConfigError, LayoutError, NotFoundError
 from voxlane.settings import build
+from voxlane.sizes import format_bytes
 from voxlane.store import ObjectInfo, StoreConfig
 from voxlane.store.listing import list_objects
 from voxlane.store.staging.sources import strip_quotes
 from voxlane.volume.dataset_layouts import LAYOUTS, REGIONS, DatasetDraft, SourceCase, detect_layout
 from voxlane.volume.description import Description
-from voxlane.volume.formats import open_store
+from voxlane.volume.formats import check_regular_file, open_store
 from voxlane.volume.scan import strip_scan_suffix
 
 __all__ = ["SourceCase", "SourceDataset", "discover"]
+
+
+_MAX_DOCUMENT_BYTES = 1 << 28
+"""Largest size of a dataset.json or a list of cases: about a million cases."""
 
 
 @dataclass(frozen=True)
@@ -219,7 +224,13 @@ def _read_document(uri: str, config: StoreConfig | None) -> Any:
     """Read and parse a .json or .csv object."""
     parsed = uris.parse(uri)
     try:
-        text = bytes(open_store(parsed.root, config).get(parsed.key)).decode("utf-8-sig")
+        if parsed.scheme == "file":
+            check_regular_file(f"/{parsed.key}", uri)
+        store = open_store(parsed.root, config)
+        if (size := store.head(parsed.key).size) > _MAX_DOCUMENT_BYTES:
+            text = f"{format_bytes(size)} are too many for a description of a dataset"
+            raise LayoutError(text, uri=uri, fix="Check that this is the intended file")
+        text = bytes(store.get(parsed.key)).decode("utf-8-sig")
         if uri.lower().endswith(".csv"):
             return list(csv.DictReader(io.StringIO(text), skipinitialspace=True))
         return json.loads(text)
@@ -229,6 +240,10 @@ def _read_document(uri: str, config: StoreConfig | None) -> Any:
         raise LayoutError(f"invalid JSON: {error.msg}, line {error.lineno}", uri=uri, fix="Correct that line") from None
     except csv.Error as error:
         raise LayoutError(f"invalid CSV: {error}", uri=uri, fix="Write a header line and one line per case") from None
+    except RecursionError:
+        raise LayoutError("invalid JSON: nested too deeply", uri=uri, fix="Write it again from its source") from None
+    except ValueError as error:  # such as an integer of thousands of digits
+        raise LayoutError(f"invalid JSON: {error}", uri=uri, fix="Write it again from its source") from None
 
 
 def _resolve_uri(base: str, list_uri: str, path: str) -> str:

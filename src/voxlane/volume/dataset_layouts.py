@@ -94,6 +94,8 @@ def parse_msd(names: Collection[str], document: Any, root: str) -> DatasetDraft:
             raise LayoutError(
                 f"training[{number}]: image is missing", uri=document_uri, fix='Write {"image": ..., "label": ...}'
             )
+        if not isinstance(entry.get("label") or "", str):
+            raise LayoutError(f"training[{number}]: label is not a path", uri=document_uri, fix="Use one file per case")
         image = _confine(entry["image"], f"training[{number}].image", document_uri, root)
         suffix = _scan_suffix(image)
         parts = tuple(f"{image.removesuffix(suffix)}_{i:04d}{suffix}" for i in range(len(channels)))
@@ -291,7 +293,7 @@ def _brats_groups(names: Collection[str], naming: str) -> dict[str, dict[str, st
 def _parse_channels(document: Mapping[str, Any], field: str, document_uri: str) -> list[str]:
     """Return the channel names in order, from {"0": "FLAIR", ...} or a list."""
     value = document.get(field)
-    if isinstance(value, Mapping) and value and all(str(key).isdigit() for key in value):
+    if isinstance(value, Mapping) and value and all(str(key).isdecimal() for key in value):
         named = [str(value[key]) for key in sorted(value, key=lambda key: int(key))]
     elif isinstance(value, list) and value:
         named = [str(name) for name in value]
@@ -311,7 +313,7 @@ def _parse_labels(document: Mapping[str, Any], document_uri: str) -> tuple[dict[
     regions: dict[str, list[int]] = {}
     try:
         for key, entry in value.items():
-            if str(key).isdigit() and isinstance(entry, str):
+            if str(key).isdecimal() and isinstance(entry, str):
                 name, number = entry, int(key)
                 labels[name if name not in labels else f"{name} {number}"] = number
             elif isinstance(entry, list | tuple):

@@ -129,13 +129,13 @@ def describe_grid_difference(a: Geometry, b: Geometry, tolerance_mm: float = SAM
         return None
     parts = []
     if np.abs(np.subtract(a.spacing, b.spacing)).max() > _SPACING_TOLERANCE_MM:
-        parts.append(f"the spacings differ: {_mm(a.spacing)} and {_mm(b.spacing)} mm (z, y, x)")
+        parts.append(f"the spacings differ: {format_mm(a.spacing)} and {format_mm(b.spacing)} mm (z, y, x)")
     first, second = np.asarray(a.canonical_affine), np.asarray(b.canonical_affine)
     a_directions, b_directions = (m[:3, :3] / np.linalg.norm(m[:3, :3], axis=0) for m in (first, second))
     if np.abs(a_directions - b_directions).max() > _DIRECTION_TOLERANCE:
         parts.append("the directions of the axes differ")
     if not parts or np.abs(first[:3, 3] - second[:3, 3]).max() > SAME_MM:
-        parts.append(f"the origins differ: {_mm(first[:3, 3])} and {_mm(second[:3, 3])} mm (x, y, z)")
+        parts.append(f"the origins differ: {format_mm(first[:3, 3])} and {format_mm(second[:3, 3])} mm (x, y, z)")
     return f"{', '.join(parts)}; their voxels are up to {distance_mm:.3g} mm apart"
 
 
@@ -144,6 +144,12 @@ def max_voxel_distance_mm(a: Geometry, b: Geometry) -> float:
     canonical = _max_distance_mm(a.canonical_shape[::-1], a.canonical_affine, b.canonical_affine)
     source = _max_distance_mm(a.shape, a.affine, b.affine) if a.shape == b.shape else canonical
     return min(source, canonical)
+
+
+def max_index_distance_mm(a: Geometry, b: Geometry) -> float:
+    """Return the largest distance between voxels of the same index along the file's own axes, in grids of the same
+    shape."""
+    return _max_distance_mm(a.shape, a.affine, b.affine)
 
 
 def align_axes(array_zyx: Array, source: Geometry, target: Geometry) -> Array:
@@ -167,5 +173,6 @@ def format_shape(shape: tuple[int, ...]) -> str:
     return " x ".join(map(str, shape))
 
 
-def _mm(values: Any) -> str:
+def format_mm(values: Any) -> str:
+    """Format lengths along axes as "3 x 0.8 x 0.8"."""
     return " x ".join(f"{float(v):.6g}" for v in values)

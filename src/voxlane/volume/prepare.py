@@ -3,8 +3,8 @@
 Preparation makes two passes over the cases. The first checks each case and takes its fingerprint; then a plan is made;
 the second writes each case as a chunked volume. The result of each pass is recorded beside the dataset (`DST/work`),
 under a name that contains the versions of the case's files and of the plan. So a run that was interrupted, or whose
-source changed, repeats only what it must; so does a run that finds a volume changed. The dataset's header is written
-last.
+source changed, repeats only what it must; so does a run that finds a volume changed. Cases that could not be used are
+always checked again, because what was wrong may have passed. The dataset's header is written last.
 """
 
 from __future__ import annotations
@@ -12,50 +12,55 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import multiprocessing
-import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
-from concurrent.futures.process import BrokenProcessPool
-from dataclasses import asdict, dataclass
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 import pydantic
-from tqdm import tqdm
 
 from voxlane import settings
 from voxlane import uri as uris
 from voxlane.errors import BadCasesError, ConfigError, PreparedError
 from voxlane.settings import record
 from voxlane.store import Store, StoreConfig
+from voxlane.store.bucket import ignore_missing_object
+from voxlane.store.lease import Lease, check_token
 from voxlane.store.staging.sources import strip_quotes
 from voxlane.volume import case_checks, fingerprint, normalise, planner, prepared_dataset
 from voxlane.volume.case_checks import CaseProblem
+from voxlane.volume.case_workers import CaseTask
 from voxlane.volume.case_writer import write_case
+from voxlane.volume.dataset_check import (
+    CHECKS_VERSION,
+    CheckConfig,
+    DatasetCheck,
+    check_case,
+    collect_findings,
+    is_settled,
+    make_task,
+    open_workers,
+)
 from voxlane.volume.dataset_discovery import SourceCase, SourceDataset, discover
 from voxlane.volume.description import Description
 from voxlane.volume.formats.npy import NPY_SUFFIX
 from voxlane.volume.grid import MLPERF_RECIPE, compute_grid_affine, image_to_grid, label_to_grid, plan_grid
 from voxlane.volume.plan import Plan
 from voxlane.volume.prepared_dataset import VERSION, Prepared, PreparedCase, as_prefix, case_key
+from voxlane.volume.resample import compute_new_shape
+from voxlane.volume.scan_checks import check_growth
 
-_CHECK_WORKERS_S = 5.0
-"""Seconds without a result after which workers are checked."""
+CHECK_REPORT = "check.json"
+"""Name of the report of the checks, beside the header of the prepared dataset."""
 _FOREGROUND_VOXELS = 1000
 """Voxels per class and case that are stored to draw patches around."""
 
 
 @record
-class PrepareConfig:
+class PrepareConfig(CheckConfig):
     """Settings of `prepare`."""
 
-    layout: Literal["kits19", "msd", "nnunet", "brats", "npy", "list"] | None = None
-    """Layout of the source; detected by default."""
-    description: Mapping[str, Any] = pydantic.Field(default_factory=dict)
-    """Name, channels, labels, regions or spacing that the source does not define or defines wrongly, such as
-    description.regions={WT: [1,2,3], TC: [2,3], ET: [3]}."""
     recipe: Literal["auto", "mlperf-kits19"] = "auto"
     """auto: fingerprint and plan as in nnU-Net. mlperf-kits19: the constants of that benchmark."""
     plan: Mapping[str, Any] = pydantic.Field(default_factory=dict)
@@ -68,10 +73,6 @@ class PrepareConfig:
     folds: int = pydantic.Field(default=5, ge=2)
     """Number of folds for cross-validation; a hash of a patient's name determines its fold. With recipe=mlperf-kits19,
     fold 0 is that benchmark's 42 cases."""
-    workers: int = pydantic.Field(default=0, ge=0)
-    """Number of processes; 0 means one per core. Each needs 300 MB and, for its case, 12 to 24 bytes per voxel and
-    channel of the scan or of the plan's grid, whichever is larger: a CT of 512 x 512 x 200 took 0.9 GB at its own
-    spacing and 1.5 GB on a grid of twice as many voxels."""
 
 
 @dataclass(frozen=True)
@@ -87,22 +88,6 @@ class PrepareResult:
     """Whether the spacing of files that store none was assumed to be 1 mm."""
 
 
-@dataclass(frozen=True)
-class _Task:
-    """One case for a worker."""
-
-    case: SourceCase
-    description: Description
-    plan: Plan | None
-    config: StoreConfig | None
-    root: str
-    record_key: str
-    """Key of the record that the case is done."""
-
-
-_Work = Callable[[_Task], dict[str, Any]]
-
-
 def prepare(
     src: str,
     dst: str,
@@ -110,79 +95,111 @@ def prepare(
     config: StoreConfig | None = None,
     *,
     progress: bool | None = None,
+    recheck: bool = False,
+    isolate: bool = True,
 ) -> PrepareResult:
     """Prepare the scans under `src` as a dataset at `dst`.
 
     Raises BadCasesError with a table of the problems if cases cannot be used and are not to be excluded. `progress`
-    forces progress bars on or off; by default they show on a terminal.
+    forces progress bars on or off; by default they show on a terminal. Cases that earlier runs found good are not
+    checked again, unless `recheck` is set; bad cases always are. `isolate=False` lets a single worker be this process,
+    which has no limits of time and memory.
     """
     options = options or PrepareConfig()
-    if str(uris.parse(src)).rstrip("/") == str(uris.parse(dst)).rstrip("/"):
-        raise ConfigError("SRC and DST are the same", uri=dst, fix="Use another URI for the prepared dataset")
-    source = discover(src, config, layout=options.layout, overrides=dict(options.description))
+    source = _open_source(src, dst, options, config)
     store, prefix = Store(dst, config), as_prefix(uris.parse(dst).key)
     store.check_writable(prefix + prepared_dataset.HEADER)
     _check_destination(source, dst, config)
-    recorded_keys = _list_keys(store, f"{prefix}work/")
+    lease = Lease(store, prefix, "dataset")
 
-    def make_tasks(stage: str, cases: Iterable[SourceCase], plan: Plan | None, *depends: Any) -> dict[str, _Task]:
+    def make_tasks(stage: str, cases: Iterable[SourceCase], plan: Plan | None, *depends: Any) -> dict[str, CaseTask]:
         tasks = {}
         for case in cases:
             versions = [f"{file}@{source.etags.get(file, '')}" for file in (*case.images, case.label) if file]
             digest = hashlib.sha256(json.dumps([VERSION, [versions, *depends]], sort_keys=True).encode()).hexdigest()
             key = f"{prefix}work/{stage}/{uris.quote(case.id)}-{digest[:16]}.json"
-            tasks[case.id] = _Task(case, source.description, plan, config, dst, key)
+            tasks[case.id] = make_task(
+                source, case, config, plan=plan, root=dst, record_key=key, lease_token=lease.token
+            )
         return tasks
 
-    with _Workers(options.workers, progress) as workers:
+    with lease, open_workers(options, progress, isolate=isolate, check_lease=lease.check) as workers:
+        recorded_keys = _list_keys(store, f"{prefix}work/")
         description, spacing = settings.to_plain(source.description), _given_spacing(source)
-        checks = make_tasks("check", source.cases, None, description["channels"], description["labels"], *spacing)
-        results = _read_results(store, checks, recorded_keys)
+        checks = make_tasks(
+            "check", source.cases, None, CHECKS_VERSION, description["channels"], description["labels"], *spacing
+        )
+        earlier = _read_results(store, checks, recorded_keys)
+        results = {} if recheck else {name: result for name, result in earlier.items() if is_settled(result)}
         cases_checked = len(checks) - len(results)
         results |= workers.run(check_case, checks, results, store, "checking")
-        problems = [CaseProblem(**problem) for name in sorted(results) for problem in results[name]["problems"]]
-        bad = {problem.case for problem in problems if problem.fatal}
-        _check_usable(bad, problems, source, options)
+        findings = collect_findings(source, results)
+        _write_report(store, prefix, findings)
+        findings, merged, plan = _make_plan_of_usable(findings, results, options, workers.case_memory_bytes)
+        _write_report(store, prefix, findings)
+        _check_usable(findings, options)
+        assert plan is not None
+        assert merged is not None
+        problems, bad = findings.problems, findings.bad_cases
         good = [case for case in source.cases if case.id not in bad]
-        merged = fingerprint.merge_cases(
-            settings.build(fingerprint.CaseFingerprint, results[case.id]["fingerprint"]) for case in good
-        )
-        plan = _make_plan(source.description, merged, options)
         volume_fields = ("recipe", "spacing", "normalisation", "patch", "pad_to_patch")
         volume_settings = {name: settings.to_plain(plan)[name] for name in volume_fields}
         writes = make_tasks("write", good, plan, volume_settings, *spacing)
         stored = _list_volumes(store, prefix)
-        volumes = {
-            name: result
-            for name, result in _read_results(store, writes, recorded_keys).items()
-            if _is_current(result, stored.get(case_key(prefix, name), {}))
-        }
+        # A case whose content was found to differ from what an earlier run read is written again.
+        differing = {name for name, result in earlier.items() if result["fingerprint"] != results[name]["fingerprint"]}
+        written = _read_results(store, writes, recorded_keys)
+        volumes = _select_current(written, differing, stored, prefix)
         remaining = [name for name in writes if name not in volumes]
         if any(case_key(prefix, name) in stored for name in remaining):
+            lease.check()
             # While volumes are being overwritten, the dataset is neither the old nor the new one.
             store.delete(prefix + prepared_dataset.HEADER)
         volumes |= workers.run(write_prepared_case, writes, volumes, store, "preparing")
-    prepared_dataset.publish_dataset(
-        store,
-        prefix,
-        description=source.description,
-        plan=plan,
-        fingerprint=settings.to_plain(merged),
-        source={"uri": source.root, "layout": source.layout, "excluded": [asdict(p) for p in problems if p.fatal]},
-        folds=options.folds,
-        cases=[
-            PreparedCase(
-                case.id,
-                case.patient,
-                _choose_fold(case, plan, options.folds),
-                {"images": list(case.images), "label": case.label},
-                volumes[case.id],
-            )
-            for case in good
-        ],
-    )
+        _check_written(volumes)
+        lease.check()
+        prepared_dataset.publish_dataset(
+            store,
+            prefix,
+            description=source.description,
+            plan=plan,
+            fingerprint=settings.to_plain(merged),
+            source={"uri": source.root, "layout": source.layout, "excluded": [asdict(p) for p in problems if p.fatal]},
+            folds=options.folds,
+            cases=[
+                PreparedCase(
+                    case.id,
+                    case.patient,
+                    _choose_fold(case, plan, options.folds),
+                    {"images": list(case.images), "label": case.label},
+                    volumes[case.id],
+                )
+                for case in good
+            ],
+        )
     prepared = Prepared.load(dst, config)
     return PrepareResult(prepared, problems, cases_checked, len(remaining), _assumes_spacing(source))
+
+
+def _open_source(src: str, dst: str, options: PrepareConfig, config: StoreConfig | None) -> SourceDataset:
+    """Return the dataset to prepare, which cannot be its own destination."""
+    if str(uris.parse(src)).rstrip("/") == str(uris.parse(dst)).rstrip("/"):
+        raise ConfigError("SRC and DST are the same", uri=dst, fix="Use another URI for the prepared dataset")
+    return discover(src, config, layout=options.layout, overrides=dict(options.description))
+
+
+def _select_current(
+    written: Mapping[str, dict[str, Any]],
+    differing: Collection[str],
+    stored: Mapping[str, dict[str, tuple[int, str | None]]],
+    prefix: str,
+) -> dict[str, dict[str, Any]]:
+    """Return the volumes that earlier runs have written, are still stored, and do not belong to `differing` cases."""
+    return {
+        name: result
+        for name, result in written.items()
+        if name not in differing and _is_current(result, stored.get(case_key(prefix, name), {}))
+    }
 
 
 def _given_spacing(source: SourceDataset) -> tuple[Any, ...]:
@@ -204,26 +221,15 @@ def _choose_fold(case: SourceCase, plan: Plan, folds: int) -> int:
     return 0 if case.id in planner.MLPERF_HELD_OUT else 1 + prepared_dataset.fold_for_patient(case.patient, folds - 1)
 
 
-def check_case(task: _Task) -> dict[str, Any]:
-    """Read a case, report its problems and take its fingerprint. Runs in a worker."""
-    scan, label, problems = case_checks.load_case(task.case, task.description, task.config)
-    case_fingerprint = None
-    if scan is not None and label is not None:
-        seed = int.from_bytes(hashlib.sha256(task.case.id.encode()).digest()[:4], "big")
-        measured = fingerprint.fingerprint_case(scan.image, label, scan.geometry.spacing, seed)
-        case_fingerprint = settings.to_plain(measured)
-    return {"problems": [asdict(p) for p in problems], "fingerprint": case_fingerprint}
-
-
-def write_prepared_case(task: _Task) -> dict[str, Any]:
+def write_prepared_case(task: CaseTask) -> dict[str, Any]:
     """Read a case, resample it to the plan's grid, write its volume and return its metadata. Runs in a worker."""
     assert task.plan is not None
-    scan, label, problems = case_checks.load_case(task.case, task.description, task.config)
+    scan, label, problems = case_checks.load_case(task.case, task.description, task.config, task.listed)
     if scan is None or label is None:
         raise PreparedError(
             f"case {task.case.id} was usable when it was checked and is not any more: {problems[0].detail}",
             uri=task.case.images[0],
-            fix="The source is changing: run voxlane prepare again once it no longer does",
+            fix="The source is changing, or reading it failed: run voxlane prepare again",
         )
     geometry = scan.geometry
     grid = plan_grid(scan.image, geometry.spacing, task.plan)
@@ -241,9 +247,11 @@ def write_prepared_case(task: _Task) -> dict[str, Any]:
         "scale_factor": list(scale),
         "add_offset": list(offset),
     }
+    store, prefix = Store(task.root, task.config), as_prefix(uris.parse(task.root).key)
+    check_token(store, prefix, task.lease_token, "dataset")
     metadata = write_case(
-        Store(task.root, task.config),
-        case_key(as_prefix(uris.parse(task.root).key), task.case.id),
+        store,
+        case_key(prefix, task.case.id),
         image=codes,
         label=prepared_label,
         foreground=foreground_voxels(prepared_label, task.case.id),
@@ -332,26 +340,79 @@ def _check_destination(source: SourceDataset, dst: str, config: StoreConfig | No
         )
 
 
-def _check_usable(bad: set[str], problems: list[CaseProblem], source: SourceDataset, options: PrepareConfig) -> None:
+def _make_plan_of_usable(
+    findings: DatasetCheck, results: Mapping[str, Mapping[str, Any]], options: PrepareConfig, case_memory_bytes: int
+) -> tuple[DatasetCheck, fingerprint.Fingerprint | None, Plan | None]:
+    """Make the plan of all usable cases. Cases that are too large on its grid are not usable either; they are added to
+    the findings, and the plan is made without them. Without a usable case, there is no plan."""
+    while True:
+        fingerprints = {
+            name: settings.build(fingerprint.CaseFingerprint, result["fingerprint"])
+            for name, result in results.items()
+            if name not in findings.bad_cases
+        }
+        if not fingerprints:
+            return findings, None, None
+        merged = fingerprint.merge_cases(fingerprints.values())
+        plan = _make_plan(findings.source.description, merged, options)
+        too_large = []
+        for name, case in fingerprints.items():
+            grid_shape = compute_new_shape(
+                case.shape, case.spacing, plan.spacing, truncate=plan.recipe == MLPERF_RECIPE
+            )
+            num_channels = len(findings.source.description.channels)
+            text = check_growth(case.shape, grid_shape, case.spacing, num_channels, case_memory_bytes)
+            if text is not None:
+                too_large.append(CaseProblem(name, "memory", text, fatal=True))
+        if not too_large:
+            return findings, merged, plan
+        findings = replace(
+            findings, problems=sorted([*findings.problems, *too_large], key=lambda p: (p.case, not p.fatal))
+        )
+
+
+def _write_report(store: Store, prefix: str, findings: DatasetCheck) -> None:
+    """Write the report of the checks, unless it is there already."""
+    body = json.dumps(findings.to_plain(), indent=1).encode()
+    with ignore_missing_object():
+        if bytes(store.get(f"{prefix}{CHECK_REPORT}")) == body:
+            return
+    store.put(f"{prefix}{CHECK_REPORT}", body)
+
+
+def _check_usable(findings: DatasetCheck, options: PrepareConfig) -> None:
     """Raise if cases are bad and are not to be excluded, or if all are bad."""
-    all_bad = len(bad) == len(source.cases)
+    bad, problems, num_cases = findings.bad_cases, findings.problems, len(findings.source.cases)
+    all_bad = len(bad) == num_cases
     if not bad or (options.bad_cases == "exclude" and not all_bad):
         return
-    summary = "no case can be used" if all_bad else f"{len(bad)} of {len(source.cases)} cases cannot be used"
+    summary = "no case can be used" if all_bad else f"{len(bad)} of {num_cases} cases cannot be used"
     advice = ["Correct them"]
+    if all(problem.transient for problem in problems if problem.fatal):
+        advice = ["Run the same command again, which checks bad cases anew: these problems may pass"]
     if any(p.fatal and p.kind in ("label-values", "channels") for p in problems):
         advice.append("describe their content with description.labels={...} or description.channels=[...]")
     if not all_bad:
         advice.append("exclude them with bad_cases=exclude")
     message = f"{summary}\n{case_checks.format_problems(problems)}\n{', or '.join(advice)}"
-    raise BadCasesError(message, uri=source.root)
+    raise BadCasesError(message, uri=findings.source.root)
+
+
+def _check_written(results: Mapping[str, Mapping[str, Any]]) -> None:
+    """Raise if a case could not be written within its limits."""
+    problems = [CaseProblem(**problem) for result in results.values() for problem in result.get("problems", ())]
+    if problems:
+        raise PreparedError(
+            f"{len(problems)} cases were checked but could not be prepared\n{case_checks.format_problems(problems)}",
+            fix="\nThe same command will resume with these cases",
+        )
 
 
 def _list_keys(store: Store, prefix: str) -> set[str]:
     return {key for page in store.list_pages(prefix) for key in page.column("path").to_pylist()}
 
 
-def _read_results(store: Store, tasks: Mapping[str, _Task], recorded_keys: set[str]) -> dict[str, dict[str, Any]]:
+def _read_results(store: Store, tasks: Mapping[str, CaseTask], recorded_keys: set[str]) -> dict[str, dict[str, Any]]:
     """Fetch the recorded results of the tasks, concurrently."""
     keys = {name: task.record_key for name, task in tasks.items() if task.record_key in recorded_keys}
     futures = {name: store.submit(store.get, key) for name, key in keys.items()}
@@ -364,7 +425,7 @@ def _read_results(store: Store, tasks: Mapping[str, _Task], recorded_keys: set[s
 
 def _is_current(result: Mapping[str, Any], objects: Mapping[str, tuple[int, str | None]]) -> bool:
     """Return whether the current objects of a case are those that were written with this result."""
-    written = {file: (size, strip_quotes(etag)) for file, size, etag in result["objects"]}
+    written = {file: (size, strip_quotes(etag)) for file, size, etag in result.get("objects", ())}
     return "zarr.json" in objects and written.items() <= objects.items()
 
 
@@ -377,78 +438,3 @@ def _list_volumes(store: Store, prefix: str) -> dict[str, dict[str, tuple[int, s
             case, _, name = key[len(root) :].partition("/")
             volumes.setdefault(root + case, {})[name] = size, strip_quotes(etag)
     return volumes
-
-
-class _Workers:
-    """Worker processes for cases; a single worker is this process."""
-
-    def __init__(self, count: int, progress: bool | None) -> None:
-        self._count = count or os.cpu_count() or 1
-        self._progress = progress
-        self._pool: ProcessPoolExecutor | None = None
-
-    def __enter__(self) -> _Workers:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._pool is not None:
-            self._pool.shutdown(cancel_futures=True)
-
-    def run(
-        self, work: _Work, tasks: Mapping[str, _Task], known_results: Mapping[str, Any], store: Store, title: str
-    ) -> dict[str, dict[str, Any]]:
-        """Return the result of `work` for every case without a known result, and record each in `store` immediately."""
-        results = {}
-        disable = None if self._progress is None else not self._progress
-        with tqdm(total=len(tasks), initial=len(known_results), desc=title, unit="case", disable=disable) as bar:
-            for name, result in self._results(work, {n: task for n, task in tasks.items() if n not in known_results}):
-                store.put(tasks[name].record_key, json.dumps(result).encode())
-                results[name] = result
-                bar.update()
-        return results
-
-    def _results(self, work: _Work, tasks: Mapping[str, _Task]) -> Iterator[tuple[str, dict[str, Any]]]:
-        if self._count == 1 or len(tasks) <= 1:
-            for name, task in tasks.items():
-                yield name, work(task)
-            return
-        if self._pool is None:
-            # Spawned, not forked, because this process's connections would not survive a fork.
-            self._pool = ProcessPoolExecutor(
-                min(self._count, len(tasks)), multiprocessing.get_context("spawn"), _init_worker
-            )
-        try:
-            names = {self._pool.submit(work, task): name for name, task in tasks.items()}
-            running = set(names)
-            while running:
-                done, running = wait(running, timeout=_CHECK_WORKERS_S, return_when=FIRST_COMPLETED)
-                for future in done:
-                    yield names[future], future.result()
-                if not done:
-                    _break_stuck_pool(self._pool)
-        except (BrokenProcessPool, BrokenPipeError):  # the latter if a worker dies during its start
-            raise PreparedError(
-                "a worker process was killed, most likely because memory ran out",
-                fix=f"Run the same command with fewer workers (workers={max(1, self._count // 2)}); it will resume",
-            ) from None
-
-
-def _break_stuck_pool(pool: Any) -> None:
-    """Let a pool notice a worker that was killed while it sent a result. The pool would wait for the rest of the result
-    for ever, because it holds the other end of the pipe too (seen with CPython 3.11); it offers no public way out."""
-    workers = list(pool._processes.values())
-    if all(worker.is_alive() for worker in workers):
-        return
-    for worker in workers:
-        worker.kill()
-    pool._result_queue._writer.close()
-
-
-def _init_worker() -> None:
-    """Limit a worker to one thread, because there is one worker per core."""
-    import signal
-
-    import torch
-
-    torch.set_num_threads(1)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C

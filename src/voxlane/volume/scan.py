@@ -15,7 +15,7 @@ import numpy.typing as npt
 from voxlane import uri as uris
 from voxlane.errors import ConfigError, NotFoundError, ScanError
 from voxlane.store import StoreConfig
-from voxlane.volume.formats import NotVolumeError, StoredVoxels, open_store
+from voxlane.volume.formats import NotVolumeError, Remark, StoredVoxels, check_regular_file, open_store, read_object
 from voxlane.volume.formats.nifti import NIFTI_SUFFIXES, encode_nifti, parse_nifti
 from voxlane.volume.formats.npy import NPY_SUFFIX, parse_npy
 from voxlane.volume.geometry import Array, Geometry
@@ -43,6 +43,20 @@ class Scan:
     """The file's own grid."""
     dtype: np.dtype[Any]
     """Data type stored in the file."""
+    remarks: tuple[Remark, ...] = ()
+    """What is suspicious about the file."""
+
+
+@dataclass
+class Label:
+    """A label along the anatomical axes."""
+
+    values: npt.NDArray[np.uint8]
+    """Class numbers (Z, Y, X), contiguous."""
+    geometry: Geometry
+    """The file's own grid."""
+    remarks: tuple[Remark, ...] = ()
+    """What is suspicious about the file."""
 
 
 def read_scan(
@@ -56,7 +70,7 @@ def read_scan(
     """
     stored, geometry = _read_voxels(uri, config, spacing) if body is None else _parse(body, uri, spacing)
     image = np.ascontiguousarray(geometry.to_canonical(_to_native(stored.scaled())))
-    return Scan(image, geometry, stored.array.dtype.newbyteorder("="))
+    return Scan(image, geometry, stored.array.dtype.newbyteorder("="), stored.remarks)
 
 
 def read_label(
@@ -64,13 +78,21 @@ def read_label(
 ) -> tuple[npt.NDArray[np.uint8], Geometry]:
     """Read a label as class numbers (Z, Y, X) along the anatomical axes, and its own grid. Integers stored as floats
     are accepted; LabelValuesError is raised for any other value. `body` and `spacing` are as for `read_scan`."""
+    label = load_label(uri, config, body=body, spacing=spacing)
+    return label.values, label.geometry
+
+
+def load_label(
+    uri: str, config: StoreConfig | None = None, *, body: bytes | None = None, spacing: Spacing | None = None
+) -> Label:
+    """Read a label as `read_label` does, together with what is suspicious about its file."""
     stored, geometry = _read_voxels(uri, config, spacing) if body is None else _parse(body, uri, spacing)
     if len(stored.array) != 1:
         raise NotVolumeError(
             f"the label is a 4D file of {len(stored.array)} volumes", uri=uri, fix="Use one 3D volume of class numbers"
         )
     label = _to_class_numbers(stored.scaled(exact=True)[0], uri)
-    return np.ascontiguousarray(geometry.to_canonical(label)), geometry
+    return Label(np.ascontiguousarray(geometry.to_canonical(label)), geometry, stored.remarks)
 
 
 def write_mask(
@@ -113,7 +135,7 @@ def _read_voxels(uri: str, config: StoreConfig | None, spacing: Spacing | None) 
     is_folder = bool(local) and os.path.isdir(local)
     is_itk_file = lower.endswith(ITK_SUFFIXES) and not is_folder
     if lower.endswith((*NIFTI_SUFFIXES, NPY_SUFFIX)) and not is_folder:
-        return _parse(open_store(parsed.root, config).get(parsed.key), uri, spacing)
+        return _parse(read_object(uri, config), uri, spacing)
     if lower.endswith(_UNSUPPORTED):
         suffix = lower.rpartition(".")[2]
         fix = "Use the folder of the whole series" if suffix == "dcm" else "Convert it to .nii.gz"
@@ -121,7 +143,9 @@ def _read_voxels(uri: str, config: StoreConfig | None, spacing: Spacing | None) 
     if local and not is_folder and not is_itk_file:
         if not os.path.exists(local):
             raise NotFoundError("no such file or folder", uri=uri, fix="Check its spelling")
-        return _parse(open_store(parsed.root, config).get(parsed.key), uri, spacing)
+        return _parse(read_object(uri, config), uri, spacing)
+    if local:
+        check_regular_file(local, uri)
     from voxlane.volume.formats import dicom  # which needs SimpleITK, an optional dependency
 
     return (dicom.read_file if is_itk_file else dicom.read_series)(str(parsed), config)
@@ -152,9 +176,7 @@ def _to_class_numbers(values: Array, uri: str) -> npt.NDArray[np.uint8]:
                 fix=fix,
             )
         values = rounded
-    low, high = values.min(), values.max()
+    low, high = int(values.min()), int(values.max())
     if low < 0 or high > _MAX_LABEL:
-        raise LabelValuesError(
-            f"label values range from {int(low)} to {int(high)}, outside 0 to {_MAX_LABEL}", uri=uri, fix=fix
-        )
+        raise LabelValuesError(f"label values range from {low} to {high}, outside 0 to {_MAX_LABEL}", uri=uri, fix=fix)
     return values.astype(np.uint8)

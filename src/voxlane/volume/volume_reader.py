@@ -25,6 +25,7 @@ from voxlane.dataset.cache import DiskCache
 from voxlane.errors import ChangedError, ConfigError, NotFoundError, PreparedError, RangeError
 from voxlane.store import Store
 from voxlane.store.ranges import Span, coalesce
+from voxlane.store.retry import MAX_READS
 from voxlane.volume import zarr_array
 from voxlane.volume.codec import ChunkCodec, checksum
 from voxlane.volume.staged_dataset import StagedReader
@@ -122,9 +123,12 @@ class VolumeCache:
         with self._lock:
             self._timing = replace(self._timing, **{k: getattr(self._timing, k) + v for k, v in more.items()})
 
-    def _fetch(self, stored: _Object, span: Span, parts: Sequence[Span]) -> memoryview:
-        """Fetch bytes of an object and store each of `parts` in the disk cache. Runs on the store's threads."""
-        if self.staged is not None:
+    def _fetch(self, stored: _Object, span: Span, parts: Sequence[Span], *, is_again: bool = False) -> memoryview:
+        """Fetch bytes of an object and store each of `parts` in the disk cache. Runs on the store's threads.
+        `is_again`: the bytes were damaged, so they come from the bucket."""
+        if is_again:
+            self.store.counters.add("get", requests=0, retries=1)
+        elif self.staged is not None:
             body_copy = self.staged.read(stored.key, stored.etag, span.start, span.stop)
             if body_copy is not None:
                 self._count(disk_hits=max(1, len(parts)))
@@ -171,12 +175,24 @@ class VolumeCache:
             body = self._read_from_disk(stored, span)
             if body is None:
                 body = self._fetch(stored, span, [span])
-            shard = _Shard.parse(meta, stored, body, is_whole, self.store.uri(stored.key))
+            for num_reads in range(1, MAX_READS + 1):
+                try:
+                    shard = _Shard.parse(meta, stored, body, is_whole, self.store.uri(stored.key))
+                    break
+                except PreparedError as error:
+                    if num_reads == MAX_READS:
+                        raise _still_damaged(error) from None
+                    body = self._fetch(stored, span, [span], is_again=True)
             self._shards.put(stored, shard, shard.nbytes)
             return shard
         finally:
             with self._lock:
                 del self._opening[stored]  # after a failure the next caller tries again
+
+
+def _still_damaged(error: PreparedError) -> PreparedError:
+    """Return the error for bytes that were read again in vain."""
+    return PreparedError(f"{error.message} (the same after {MAX_READS} reads)", uri=error.uri, fix=error.fix)
 
 
 class VolumeReader:
@@ -279,13 +295,8 @@ class PendingRead:
                     stored = body[chunk_span.start - response.first : chunk_span.stop - response.first]
                     try:
                         codec.decode(stored, scratch)
-                    except ValueError as error:
-                        raise PreparedError(
-                            f"chunk {chunk_part.number} (bytes {chunk_span.start} to {chunk_span.stop}) is damaged: "
-                            f"{error}",
-                            uri=shared.store.uri(response.stored.key),
-                            fix="Prepare the case again",
-                        ) from None
+                    except ValueError:
+                        stored = self._decode_again(codec, response.stored, chunk_span, chunk_part, scratch)
                     out[chunk_part.target] = scratch[chunk_part.source]
                     if response.cacheable and chunk_span.size <= shared.memory_bytes:
                         # A copy, because a slice would keep the whole response in memory.
@@ -297,6 +308,25 @@ class PendingRead:
             out[chunk_part.target] = meta.fill
         shared._count(wait_s=wait_s, decode_s=decode_s, regions=1)
         return values
+
+    def _decode_again(
+        self, codec: ChunkCodec, stored: _Object, span: Span, chunk_part: ChunkPart, scratch: npt.NDArray[Any]
+    ) -> memoryview:
+        """Read a damaged chunk from the bucket until it can be decoded; return its bytes. Something on the way, or a
+        cache, may have changed them."""
+        shared = self.shared
+        shared._shards.drop(stored)  # it may hold the damaged bytes
+        for num_reads in range(2, MAX_READS + 1):
+            body = shared._fetch(stored, span, [span], is_again=True)
+            try:
+                codec.decode(body, scratch)
+                return body
+            except ValueError as error:
+                if num_reads == MAX_READS:
+                    problem = f"chunk {chunk_part.number} (bytes {span.start} to {span.stop}) is damaged: {error}"
+                    uri = shared.store.uri(stored.key)
+                    raise _still_damaged(PreparedError(problem, uri=uri, fix="Prepare the case again")) from None
+        raise AssertionError("unreachable")
 
     def _request_object(self, stored: _Object | None, chunk_parts: list[ChunkPart]) -> None:
         """Request the parts of one object: its index first, then its chunks. No thread waits in between."""
@@ -428,6 +458,10 @@ class _LruCache(Generic[_V]):
             self._items[key] = (value, size)
             while self.used_bytes > self.max_bytes:
                 self.used_bytes -= self._items.popitem(last=False)[1][1]
+
+    def drop(self, key: Any) -> None:
+        with self._lock:
+            self.used_bytes -= self._items.pop(key, (None, 0))[1]
 
 
 def _completed(value: _V) -> Future[_V]:

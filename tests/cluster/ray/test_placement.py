@@ -200,5 +200,5 @@ def test_attempt_that_is_interrupted_while_it_is_recorded_has_an_end(
     request = WorkerRequest(1, 1, 1, None, 1.0, 0.0, batch=2)
     records: Any = Records()
     with pytest.raises(KeyboardInterrupt):
-        elastic._run_attempts(records, "127.0.0.1:1", request, False, print, None)  # type: ignore[arg-type]
+        elastic._run_attempts(records, "token", "127.0.0.1:1", request, False, print, None)  # type: ignore[arg-type]
     assert [entry["why"] for entry in records.attempts] == (["interrupted"] if is_written else [])

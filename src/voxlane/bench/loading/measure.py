@@ -30,9 +30,11 @@ from voxlane.bench.report import in_job
 from voxlane.dataset.cache import DiskCache
 from voxlane.distributed import run_on_rank_zero
 from voxlane.errors import ConfigError, LayoutError, NotFoundError
+from voxlane.processes import ProcessId
 from voxlane.store import Store, StoreConfig
 from voxlane.store.credentials import resolve_endpoint
 from voxlane.store.listing import Manifest, list_objects
+from voxlane.temporary import make_temporary_folder
 from voxlane.train.patch_loader import PatchLoader
 from voxlane.volume.case_volumes import CacheLimits
 from voxlane.volume.patch_stream import PatchStream
@@ -140,7 +142,7 @@ def _set_cache_folder(settings: LoadingSettings) -> LoadingSettings:
     process, when the last reading threads have ended, even if the ranks were interrupted."""
     if settings.cache_dir or set(settings.caches) == {"none"}:
         return settings
-    folder = tempfile.mkdtemp(prefix="voxlane-bench-")
+    folder = make_temporary_folder("bench")
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     return dataclasses.replace(settings, cache_dir=folder)
 
@@ -205,7 +207,7 @@ def load(settings: LoadingSettings, sources: tuple[Source, ...]) -> LoadingResul
     started_s = process_usage.find_age_s()
     datasets = [_Dataset(settings, source) for source in sources]
     # All ranks use the same name, so that those of a node share its cache.
-    name = run_on_rank_zero(lambda: f"voxlane-bench-{uuid.uuid4().hex}")
+    name = run_on_rank_zero(lambda: f"voxlane-bench-{ProcessId.current()}-{uuid.uuid4().hex}")
     cache_folder = settings.cache_dir or os.path.join(tempfile.gettempdir(), name)
     plans = [dataset.content.plan for dataset in datasets if isinstance(dataset.content, Prepared)]
     patch = settings.patch_shape or (plans[0].patch if plans else DEFAULT_PATCH)

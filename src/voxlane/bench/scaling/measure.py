@@ -6,7 +6,6 @@ from __future__ import annotations
 import math
 import os
 import statistics
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -25,6 +24,7 @@ from voxlane.bench.scaling.rank import RankTimes
 from voxlane.bench.scaling.settings import ScalingPoint, ScalingSettings, plan_measurements
 from voxlane.bench.scaling.synthetic_dataset import make_prepared
 from voxlane.errors import ConfigError, TuneError
+from voxlane.temporary import temporary_folder
 from voxlane.train import config as configs
 from voxlane.train.config import TrainConfig, resolve_network
 from voxlane.train.ranks import gradient_bucket_mb
@@ -117,7 +117,7 @@ def measure(settings: ScalingSettings) -> tuple[list[PointTimes], list[SearchTim
     """Run the benchmark. Return the measurements of training and of searches, in order, and facts about the training:
     dataset, patch, network and bytes of gradients."""
     config = build_config(settings)
-    with tempfile.TemporaryDirectory(prefix="voxlane-bench-") as folder:
+    with temporary_folder("bench") as folder:
         data = settings.data
         if not data:
             print_progress("creating a synthetic dataset")

@@ -22,6 +22,7 @@ from functools import partial
 from typing import Any
 
 from voxlane.errors import ClusterError, ConfigError, LostError, MissingExtraError
+from voxlane.temporary import make_short_folder, remove_short_folder
 
 _CONNECT_S = 5.0
 _ANSWER_S = 15.0
@@ -167,13 +168,14 @@ def open_cluster(address: str | None = None, *, cpus: float | None = None) -> It
             parent = tempfile.gettempdir()
             if len(os.fsencode(parent)) + 20 + _SESSION_NAME_BYTES > _SOCKET_PATH_BYTES:
                 parent = "/tmp"  # the paths of Ray's sockets would be too long for the system
-            folder = tempfile.TemporaryDirectory(prefix="voxlane-", dir=parent, ignore_cleanup_errors=True)
+            folder = make_short_folder(parent)
+            cleanup.callback(remove_short_folder, folder)
             arguments = {
                 "address": "local",
                 "num_cpus": cpus,
                 "object_store_memory": _OBJECT_STORE_BYTES,
                 "include_dashboard": True,  # without it, actors that a scheduler stops keep their resources forever
-                "_temp_dir": cleanup.enter_context(folder),
+                "_temp_dir": folder,
             }
         elif address != "auto":
             _check_reachable(address)

@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -29,6 +29,7 @@ from voxlane.distributed import gather_objects
 from voxlane.errors import ClusterError, ConfigError, LostError, RunError, StoppedError, VoxlaneError
 from voxlane.store import StoreConfig
 from voxlane.train.fit import RESUME_FIX, fit
+from voxlane.train.ranks import read_job_start
 from voxlane.train.recorder import format_epoch
 from voxlane.train.run import Run, TrainedRun
 from voxlane.train.run_setup import check_config, prepare_run
@@ -117,19 +118,25 @@ def train_on_ray(
     run = Run(run_uri, store)
     prepared = Prepared.load(data, store)  # report mistakes first: a cluster takes seconds to start
     config = TrainedRun.load(run).config if resume else check_config(prepared, config_values or {}, workers)
-    if not resume and run.exists:
+    if not resume and run.exists and run.has_results:
         raise run.already_exists_error()
+    lease = run.open_lease(start=read_job_start())
     accelerator = str((config_values or {}).get("accelerator", config.accelerator))
-    with _raise_on_sigterm(run), clusters.open_cluster(address) as head_address:
+    with _raise_on_sigterm(run), clusters.open_cluster(address) as head_address, ExitStack() as cleanup:
         gpus = _choose_gpus(gpus_per_worker, clusters.list_nodes(), accelerator, workers)
         clusters.check_capacity(clusters.list_nodes(), workers, cpus_per_worker, gpus, nodes, min_workers)
-        config = prepare_run(prepared, run_uri, config_values, store, ranks=workers, resume=resume, command=command)
+        cleanup.callback(lease.release, whole_job=True)
+        config = prepare_run(
+            prepared, run_uri, config_values, store, ranks=workers, resume=resume, command=command, lease=lease
+        )
         assert config.batch is not None, "prepare_run sets it"
         request = WorkerRequest(
             workers, min_workers or 1, min_workers or workers, nodes, cpus_per_worker, gpus, config.batch
         )
         with _follow_history(run, config.epochs, progress, print_line) as report_workers:
-            return _run_attempts(run, head_address, request, resume, report_workers, patience or Patience())
+            return _run_attempts(
+                run, lease.token, head_address, request, resume, report_workers, patience or Patience()
+            )
 
 
 def _choose_gpus(requested: float | None, nodes: Sequence[RayNode], accelerator: str, workers: int) -> float:
@@ -196,6 +203,7 @@ def _follow_history(
 
 def _run_attempts(
     run: Run,
+    lease_token: str,
     head_address: str,
     request: WorkerRequest,
     resume: bool,
@@ -210,7 +218,7 @@ def _run_attempts(
         if workers != previous and (previous or workers < request.workers):
             report_workers(_describe_change(previous, workers, request))
         number = len(_read_attempts(run))
-        fit_rank = partial(_fit_rank, run.folder_uri, run.config, resume, number, request, workers)
+        fit_rank = partial(_fit_rank, run.folder_uri, run.config, lease_token, resume, number, request, workers)
         try:
             _start_attempt(run, workers)  # in the try block, because a signal may come as soon as it is written
             nodes, cpus, gpus = request.count_nodes(workers), request.cpus, request.gpus
@@ -307,7 +315,13 @@ def _raise_on_sigterm(run: Run) -> Iterator[None]:
 
 
 def _fit_rank(
-    run_uri: str, store: StoreConfig | None, resume: bool, attempt: int, request: WorkerRequest, workers: int
+    run_uri: str,
+    store: StoreConfig | None,
+    lease_token: str,
+    resume: bool,
+    attempt: int,
+    request: WorkerRequest,
+    workers: int,
 ) -> tuple[dict[str, Any], bool]:
     """Do one rank's part; return the stall report, and whether it stopped because more workers fit."""
     import ray
@@ -334,7 +348,8 @@ def _fit_rank(
 
     if is_first_rank:
         _update_attempt(run, attempt, ranks=ranks, nodes=len({rank["node"] for rank in ranks}))
-    return fit(run_uri, store, resume=resume, progress=False, on_epoch=stop_to_grow), can_grow
+    report = fit(run_uri, store, resume=resume, progress=False, on_epoch=stop_to_grow, lease_token=lease_token)
+    return report, can_grow
 
 
 # -- RUN/workers.json: a list with an entry per attempt: its start and end, the cause of its end, and its ranks --------

@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import os
 import re
-import tempfile
 import time
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -18,6 +17,7 @@ from typing import Any
 from voxlane.cluster.ray import cluster as clusters
 from voxlane.cluster.ray.cluster import shorten
 from voxlane.errors import ClusterError, LostError, NoMemoryError, RunError, VoxlaneError
+from voxlane.temporary import temporary_folder
 
 _PEER_LOSS_DELAY_S = 1.5
 """Time that a rank waits before it reports the loss of a peer, so that the peer's own error arrives first."""
@@ -69,7 +69,7 @@ def run_on_ranks(
         if len(placed) < workers:
             raise LostError(f"{workers} workers on {nodes} nodes requested, but only {len(placed)} fit now")
         node_labels = [{"ray.io/node-id": node_id} for node_id in placed]
-    with tempfile.TemporaryDirectory(prefix="voxlane-ray-run-", ignore_cleanup_errors=True) as folder:
+    with temporary_folder("ray") as folder:
         trainer = TorchTrainer(
             partial(_translate_errors, function),
             torch_config=TorchConfig(backend="cpu:gloo,cuda:nccl" if gpus else "gloo"),

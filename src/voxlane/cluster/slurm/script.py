@@ -472,7 +472,7 @@ torchrun_node() {{
   [ "$SLURM_NODEID" -ne 0 ] || hosting=True
   # torchrun does not pass on that its ranks stopped because they were asked to.
   trap 'stopped=yes' TERM
-  "$python" -m torch.distributed.run --nnodes="$SLURM_JOB_NUM_NODES" --nproc-per-node={per_node} \
+  "$python" -m voxlane.cluster.torchrun --nnodes="$SLURM_JOB_NUM_NODES" --nproc-per-node={per_node} \
     --rdzv-backend=c10d --rdzv-endpoint="$endpoint" --rdzv-id="$SLURM_JOB_ID" --rdzv-conf="is_host=$hosting" \
     --max-restarts={retries} --shutdown-timeout=15 -m -- voxlane "$@" &
   wait "$!"; status=$?

@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from voxlane import uri as uris
-from voxlane.errors import ConfigError, CredentialsError, MissingExtraError, NotFoundError
+from voxlane.errors import ConfigError, CredentialsError, MissingExtraError, NotFoundError, StoreError
 from voxlane.store import Store, StoreConfig
 from voxlane.store.gcs_json import COMPOSED_PREFIXES, GcsJson
 from voxlane.store.listing.manifest import SCHEMA, Manifest
@@ -69,6 +69,7 @@ def list_objects(
         table = _drop_composed(table, parsed.scheme, prefix)
     if not is_ascending(table["key"].combine_chunks()):
         table = table.sort_by("key")
+        _check_unique(table["key"].combine_chunks(), uri)
     markers = _is_folder_marker(table)
     count = 0 if folder_markers else int(pc.sum(markers).as_py() or 0)
     return Manifest(str(parsed), table.filter(pc.invert(markers)) if count else table, count).match(match)
@@ -139,8 +140,17 @@ def _drop_composed(table: Any, scheme: str, prefix: str) -> Any:
     return table
 
 
+def _check_unique(keys: Any, uri: str) -> None:
+    """Raise if sorted keys repeat: a listing with some keys twice may lack others."""
+    repeated = keys.slice(1).filter(pc.equal(keys.slice(0, len(keys) - 1), keys.slice(1)))
+    if len(repeated):
+        problem = f"the service listed {repeated[0].as_py()!r} twice, so the listing cannot be trusted"
+        raise StoreError(problem, uri=uri, fix="Check the server, and any proxy before it, then try again")
+
+
 def _is_folder_marker(table: Any) -> Any:
-    return pc.and_(pc.equal(table["size"], 0), pc.ends_with(table["key"], "/"))
+    is_empty = pc.invert(table["size"].cast(pa.bool_()))  # comparing with 0 would import pandas, as in list_json.py
+    return pc.and_(is_empty, pc.ends_with(table["key"], "/"))
 
 
 @contextmanager

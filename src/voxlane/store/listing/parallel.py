@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import string
 import threading
+from bisect import bisect_right
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -128,7 +129,7 @@ class ParallelLister:
             raise OutOfOrderError(f"{first!r} after {floor!r}")
         batch, ended = page, False
         if r.high is not None and last > r.high:
-            inside = int(pc.sum(pc.less_equal(keys, r.high)).as_py() or 0)
+            inside = bisect_right(keys, r.high, key=lambda key: key.as_py())
             r.beyond = keys[inside].as_py()
             batch, ended = page.slice(0, inside), True
         if self._prefix and not (first.startswith(self._prefix) and last.startswith(self._prefix)):

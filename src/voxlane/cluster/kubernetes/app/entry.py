@@ -26,7 +26,7 @@ _QUIET_S = 0.2
 _DRAIN_S = 2.0
 """How long, after the command has ended, processes that it left behind may continue to print."""
 _PR_SET_CHILD_SUBREAPER, _PR_SET_PDEATHSIG = 36, 1  # prctl(2)
-_MODULES = {"voxlane": "voxlane", "torchrun": "torch.distributed.run"}
+_MODULES = {"voxlane": "voxlane", "torchrun": "voxlane.cluster.torchrun"}
 
 
 def run(command: Sequence[str], secrets: Collection[bytes] = (), archiver: LogArchiver | None = None) -> int:
@@ -163,9 +163,9 @@ class _Container:
 
 
 def _resolve(command: Sequence[str]) -> list[str]:
-    """Return the command; if voxlane or torchrun is not on the PATH, run it as a module of this Python."""
+    """Return the command; voxlane and torchrun of this Python, or if there are none on the PATH, run as its modules."""
     first, *rest = command
-    if first in _MODULES and shutil.which(first) is None:
+    if first in _MODULES and shutil.which(first) in (None, os.path.join(os.path.dirname(sys.executable), first)):
         return [sys.executable, "-m", _MODULES[first], *rest]
     return [first, *rest]
 

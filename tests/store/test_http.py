@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -88,6 +89,33 @@ def test_a_server_that_speaks_no_http_is_a_transient_error(serve: Serve, answer:
         pool.request("GET", "/b/k", {}, uri="gs://b/k"),
     ):
         pass
+
+
+@pytest.mark.parametrize("header", [b"Transfer-Encoding: chunked", b"Connection: close", b"Content-Length: 100000"])
+def test_slow_bodies_end_in_an_error(header: bytes) -> None:
+    piece = b"1\r\nx\r\n" if b"chunked" in header else b"x"
+
+    def run() -> None:
+        connection, _ = listener.accept()
+        with connection, contextlib.suppress(OSError):
+            connection.recv(65536)
+            connection.sendall(b"HTTP/1.1 200 OK\r\n" + header + b"\r\n\r\n")
+            for _ in range(400):
+                connection.sendall(piece)
+                time.sleep(0.02)
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        thread = threading.Thread(target=run, daemon=True)
+        thread.start()
+        pool = HttpPool(f"http://127.0.0.1:{listener.getsockname()[1]}", StoreConfig(read_timeout_s=0.5))
+        started_s = time.monotonic()
+        with (
+            pytest.raises(TransientError, match="too slow"),
+            pool.request("GET", "/b/k", {}, uri="gs://b/k") as response,
+        ):
+            response.read()
+        assert time.monotonic() - started_s < 5
+        thread.join()
 
 
 def test_endpoints_of_other_schemes_are_refused() -> None:

@@ -81,19 +81,30 @@ class HttpResponse(HTTPResponse):
             self.length -= count
         if not count or not self.length:
             self._close_conn()  # type: ignore[attr-defined]
+        if count and self.length != 0:
+            self._check_rate(count)
+        return count
+
+    def _check_rate(self, count: int) -> None:
+        """Raise TimeoutError if the body, of which `count` bytes have just arrived, is too slow."""
         self._window_bytes += count
         elapsed_s = time.monotonic() - self._window_start_s
-        if elapsed_s > self._config.read_timeout_s and self.length:
+        if elapsed_s > self._config.read_timeout_s:
             if self._window_bytes < elapsed_s * self._config.min_bytes_per_s:
                 rate = self._window_bytes / elapsed_s
                 raise TimeoutError(f"the response is too slow: {rate:,.0f} B/s in the last {elapsed_s:.0f} s")
             self._window_start_s, self._window_bytes = time.monotonic(), 0
-        return count
 
     def read(self, amt: int | None = None) -> bytes:
         """Return the rest of the body; raise if it ends early or is too slow."""
-        if amt is not None or self.chunked or not self.length:
+        if amt is not None or self.length == 0:
             return super().read(amt)
+        if self.length is None:  # in chunks, or until the server closes the connection
+            pieces = []
+            while piece := self.read1():
+                pieces.append(piece)
+                self._check_rate(len(piece))
+            return b"".join(pieces)
         body, filled = memoryview(bytearray(self.length)), 0
         while filled < len(body):
             count = self.receive_into(body[filled:])

@@ -96,11 +96,13 @@ def fake_gcs_server() -> Iterator[str]:
 
 
 @contextlib.contextmanager
-def azurite(folder: Path) -> Iterator[str]:
-    """Run Microsoft's Azure Blob emulator, where `make install` could install it, and yield its blob endpoint."""
+def azurite(folder: Path, *, in_memory: bool = True) -> Iterator[str]:
+    """Run Microsoft's Azure Blob emulator, where `make install` could install it, and yield its blob endpoint. It keeps
+    objects in memory, or below `folder`."""
     command = [
-        str(_azurite_program()), "--inMemoryPersistence", "--silent", "--skipApiVersionCheck", "--disableTelemetry",
+        str(_azurite_program()), "--silent", "--skipApiVersionCheck", "--disableTelemetry",
         "--blobHost", "127.0.0.1", "--blobPort", "0",
+        *(["--inMemoryPersistence"] if in_memory else ["--location", str(folder / "azurite")]),
     ]  # fmt: skip
     log = folder / "log"
 

@@ -42,7 +42,7 @@ def open_store(kind: str, stack: ExitStack) -> StoreConfig:
         return StoreConfig(endpoint=url, access_key_id="test", secret_access_key="testtest")
     from azure.storage.blob import ContainerClient
 
-    url = f"{stack.enter_context(azurite(folder))}/{AZURITE_ACCOUNT}"
+    url = f"{stack.enter_context(azurite(folder, in_memory=False))}/{AZURITE_ACCOUNT}"
     with ContainerClient(url, "outages", credential=AZURITE_KEY) as container:
         container.create_container()
     return StoreConfig(endpoint=url, account=AZURITE_ACCOUNT, account_key=AZURITE_KEY)
@@ -50,7 +50,6 @@ def open_store(kind: str, stack: ExitStack) -> StoreConfig:
 
 def run_outage(kind: str, seconds: float, sizes_mb: tuple[int, ...]) -> int:
     """Save checkpoints of these sizes through an outage; return how many saves survived."""
-    tensor = torch.arange(max(sizes_mb) * 250_000, dtype=torch.int32)
     survived = 0
     with ExitStack() as stack:
         direct = open_store(kind, stack)
@@ -59,7 +58,7 @@ def run_outage(kind: str, seconds: float, sizes_mb: tuple[int, ...]) -> int:
         results: list[Any] = [None] * len(sizes_mb)
 
         def save(index: int) -> None:
-            state = {"weights": tensor[: sizes_mb[index] * 250_000].clone()}
+            state = {"weights": torch.arange(sizes_mb[index] * 250_000, dtype=torch.int32)}
             try:
                 Checkpoint(f"{uri}/{index}", faulty).save(state, "a.ckpt")
             except Exception as error:  # noqa: BLE001 - the result of this save

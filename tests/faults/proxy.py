@@ -174,7 +174,7 @@ class FaultProxy:
             return
         self._writers.add(writer)
         try:
-            with contextlib.suppress(OSError, asyncio.IncompleteReadError):
+            with contextlib.suppress(OSError, asyncio.IncompleteReadError, asyncio.CancelledError):
                 async with contextlib.AsyncExitStack() as stack:
                     upstream: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
                     while True:

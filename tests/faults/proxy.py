@@ -91,8 +91,9 @@ class FaultProxy:
         """The first page that was listed since the fault was set."""
         self._loop = asyncio.new_event_loop()
         self._writers: set[asyncio.StreamWriter] = set()
-        self._server: asyncio.Server | None = None
+        self._listener: socket.socket | None = None
         self._port = 0
+        self._opening: set[asyncio.Task[None]] = set()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
 
     @property
@@ -145,13 +146,30 @@ class FaultProxy:
         asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(60)  # type: ignore[arg-type]
 
     async def _listen(self) -> None:
-        self._server = await asyncio.start_server(self._serve, "127.0.0.1", self._port, limit=1 << 20)
-        self._port = self._server.sockets[0].getsockname()[1]
+        # Not `asyncio.start_server`: its servers leak connections that arrive while they are closed.
+        self._listener = socket.create_server(("127.0.0.1", self._port), backlog=1000)
+        self._listener.setblocking(False)
+        self._port = self._listener.getsockname()[1]
+        self._loop.add_reader(self._listener, self._accept, self._listener)
+
+    def _accept(self, listener: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            task = self._loop.create_task(self._open(listener.accept()[0]))
+            self._opening.add(task)
+            task.add_done_callback(self._opening.discard)
+
+    async def _open(self, connection: socket.socket) -> None:
+        reader = asyncio.StreamReader(limit=1 << 20)
+        await self._loop.connect_accepted_socket(
+            lambda: asyncio.StreamReaderProtocol(reader, self._serve), connection
+        )
 
     async def _close(self) -> None:
-        if self._server is not None:
-            self._server.close()
-            self._server = None
+        if self._listener is not None:
+            self._loop.remove_reader(self._listener)
+            self._listener.close()
+            self._listener = None
+        await asyncio.gather(*self._opening)
         for writer in list(self._writers):
             _reset(writer)
         for _ in range(1000):
@@ -169,7 +187,7 @@ class FaultProxy:
         await asyncio.sleep(0.05)  # transports close in the next turns of the loop
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        if self._server is None:  # the store has just gone
+        if self._listener is None:  # the store has just gone
             _reset(writer)
             return
         self._writers.add(writer)

@@ -246,6 +246,22 @@ def test_close_in_finally_publishes_only_without_an_exception(gcs: Bucket, emula
     assert [key for key in emulator.keys("bkt") if not key.endswith(".sums")] == ["handled", "while-handling", "whole"]
 
 
+def test_writer_of_an_exception_handler_is_not_published_by_a_later_exception(gcs: Bucket, emulator: Emulator) -> None:
+    ckpt = Checkpoint(gcs.uri, gcs.config)
+    try:
+        raise ValueError
+    except ValueError:
+        writer = ckpt.writer("a.ckpt")
+    with (
+        pytest.warns(errors.DiscardedWarning, match="KeyError"),
+        pytest.raises(KeyError),
+        contextlib.closing(writer),
+    ):
+        writer.write(b"half")
+        raise KeyError  # may lie where the first exception was in memory
+    assert emulator.keys("bkt") == []
+
+
 def test_exceptions_that_nobody_reports_give_a_warning(gcs: Bucket, emulator: Emulator) -> None:
     ckpt = Checkpoint(gcs.uri, gcs.config)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import io
+import itertools
 import multiprocessing.util
 import os
 import sys
@@ -30,6 +31,7 @@ _MIN_PART_BYTES = 5 << 20
 """Smallest part that S3 and GCS accept, except for the last one."""
 _open_writers: weakref.WeakSet[Writer] = weakref.WeakSet()
 """Writers that are neither published nor aborted; those that are left when the process ends are reported."""
+_exception_numbers = itertools.count(1)
 
 
 class Writer(io.RawIOBase):
@@ -62,7 +64,7 @@ class Writer(io.RawIOBase):
         self._done = False
         self._failure: BaseException | None = None
         self._dropped_wrapper = ""
-        self._handled_exception = id(sys.exception())  # not the exception itself, whose frames may refer to the writer
+        self._handled_exception = _number_exception(sys.exception())
         self._pid = os.getpid()  # a forked child inherits the writer, but must neither publish nor abort nor report it
         _open_writers.add(self)
 
@@ -189,7 +191,7 @@ class Writer(io.RawIOBase):
         error = sys.exception()
         if self._dropped_wrapper:
             self.discard(f"the {self._dropped_wrapper} around the writer was not closed", wait=False)
-        elif error is not None and id(error) != self._handled_exception and self._failure is None:
+        elif error is not None and _number_exception(error) != self._handled_exception and self._failure is None:
             self.discard(
                 f"the writer is closed after an exception ({type(error).__name__})",
                 fix="To publish them nevertheless, call commit()",
@@ -271,6 +273,18 @@ class Writer(io.RawIOBase):
             )
         if is_closed:
             raise ClosedWriterError("this writer was already closed or aborted", uri=self.name, fix="Open another one")
+
+
+def _number_exception(error: BaseException | None) -> int:
+    """Return a number that no other exception has; 0 for None.
+
+    A reference would keep the exception's frames, which may refer to the writer. `id` may belong to a later exception
+    once this one is gone.
+    """
+    if error is None:
+        return 0
+    number: int = error.__dict__.setdefault("_voxlane_number", next(_exception_numbers))
+    return number
 
 
 @atexit.register

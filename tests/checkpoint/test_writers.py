@@ -252,12 +252,12 @@ def test_writer_of_an_exception_handler_is_not_published_by_a_later_exception(gc
         raise ValueError
     except ValueError:
         writer = ckpt.writer("a.ckpt")
+    writer.write(b"half")
     with (
         pytest.warns(errors.DiscardedWarning, match="KeyError"),
         pytest.raises(KeyError),
         contextlib.closing(writer),
     ):
-        writer.write(b"half")
         raise KeyError  # may lie where the first exception was in memory
     assert emulator.keys("bkt") == []
 

@@ -165,6 +165,7 @@ def test_fake_client_is_used_through_its_own_methods() -> None:
     client = FakeClient()
     checkpoint = DatafluxCheckpoint(PROJECT_NAME, BUCKET_NAME, client)
     with checkpoint.writer(PATH) as writer:
+        assert isinstance(writer, DatafluxCheckpointBuffer)
         torch.save(STATE, writer)
     with pytest.raises(ZeroDivisionError), checkpoint.writer("broken") as writer:
         raise ZeroDivisionError

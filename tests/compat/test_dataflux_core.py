@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -132,3 +133,27 @@ def test_user_agent_is_added_once(client: storage.Client) -> None:
     for _ in range(2):
         user_agent.add_dataflux_user_agent(client)
         assert client._connection.user_agent.count(user_agent.user_agent_string) == 1
+
+
+def test_functions_mark_the_client_that_they_are_passed(objects: dict[str, bytes], emulator: Emulator) -> None:
+    def run_lister(client: storage.Client) -> None:
+        lister = fast_list.ListingController(1, PROJECT_NAME, BUCKET_NAME)
+        lister.client = client
+        lister.run()
+
+    listed = [("other", 1)]
+    calls: list[Callable[[storage.Client], Any]] = [
+        run_lister,
+        lambda client: download.compose(PROJECT_NAME, BUCKET_NAME, "joined", listed, client),
+        lambda client: download.decompose(PROJECT_NAME, BUCKET_NAME, "joined", listed, client),
+        *(lambda client, call=call: list(call(PROJECT_NAME, BUCKET_NAME, listed, client)) for call in DOWNLOADS),
+    ]
+    for call in calls:
+        client = new_client(emulator.url)
+        call(client)
+        assert client._connection.user_agent.startswith("dataflux/1.0 ")
+        close_client(client)
+
+
+def test_client_of_a_users_own_class_needs_no_connection() -> None:
+    user_agent.add_dataflux_user_agent(object())

@@ -149,9 +149,10 @@ def check_compose_permissions(client: Any, bucket_name: str) -> None:
 
 
 def add_user_agent(client: Any) -> None:
-    """Put Dataflux's name before the user agent of a storage client, once. Only requests that the client makes itself
-    carry it; those of voxlane's engine are marked `voxlane`."""
-    connection = client._connection
+    """Put Dataflux's name before the user agent of a storage client, once. None and clients without a connection stay
+    as they are. Only requests that the client makes itself carry the name; those of voxlane's engine are marked
+    `voxlane`."""
+    connection = getattr(client, "_connection", None)
     if not connection:
         return
     if not connection._client_info:
@@ -172,8 +173,7 @@ class ClientHolder:
         self.store_config = client_config(storage_client)
         """The endpoint and credentials of the client; None for those of the environment."""
         self._client = storage_client
-        if storage_client is not None:
-            add_user_agent(storage_client)
+        add_user_agent(storage_client)
 
     def __getstate__(self) -> dict[str, Any]:
         # A google-cloud-storage client cannot be pickled; its endpoint and credentials can.

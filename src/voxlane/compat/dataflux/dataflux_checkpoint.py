@@ -52,6 +52,9 @@ class ClientBuffer(io.BytesIO):
             warnings.warn(f"{self.blob.name}: discarded, because it was not closed", DiscardedWarning, stacklevel=2)
 
 
+DatafluxCheckpointBuffer.register(ClientBuffer)  # the type of both, for isinstance
+
+
 class DatafluxCheckpointReader(RangedReader):
     """A seekable file over an object that is fetched in concurrent ranges, with two more methods of BytesIO."""
 

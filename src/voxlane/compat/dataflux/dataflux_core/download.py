@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from itertools import accumulate, pairwise
 from typing import Any
 
-from voxlane.compat.dataflux.clients import is_foreign_client, new_client, open_store
+from voxlane.compat.dataflux.clients import add_user_agent, is_foreign_client, new_client, open_store
 from voxlane.compat.dataflux.config import Config, make_retry, translate_retry
 from voxlane.compat.dataflux.samples import DatafluxSamples, DatafluxSource, ListedObject
 from voxlane.dataset.compose import MAX_SOURCES
@@ -50,6 +50,7 @@ def dataflux_download_lazy(
     retry_config: Any = MODIFIED_RETRY,
 ) -> Iterator[bytes]:
     """Yield the bytes of each object in order, reading ahead."""
+    add_user_agent(storage_client)
     config = Config(list_retry_config=retry_config, download_retry_config=retry_config)
     source = DatafluxSource(project_name, bucket_name, config, storage_client)
     if not source.has_foreign_client:
@@ -113,6 +114,7 @@ def compose(
             uri=f"gs://{bucket_name}/{destination_blob_name}",
         )
     client = storage_client or new_client(project_name)
+    add_user_agent(client)
     bucket = client.bucket(bucket_name)
     blob = bucket.blob(destination_blob_name)
     if is_foreign_client(client):
@@ -133,6 +135,7 @@ def decompose(
 ) -> list[bytes]:
     """Return the bytes of each of the objects that `compose` joined. Raises ChangedError if their sizes do not add up
     to that of the joined object."""
+    add_user_agent(storage_client)
     body = download_single(storage_client, bucket_name, composite_object_name, retry_config)
     offsets = list(accumulate((size for _, size in objects), initial=0))
     if offsets[-1] != len(body):

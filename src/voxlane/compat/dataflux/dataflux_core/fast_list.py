@@ -7,7 +7,7 @@ from typing import Any
 
 import pyarrow.compute as pc
 
-from voxlane.compat.dataflux.clients import is_foreign_client, open_store
+from voxlane.compat.dataflux.clients import add_user_agent, is_foreign_client, open_store
 from voxlane.compat.dataflux.config import make_retry, translate_retry
 from voxlane.compat.dataflux.dataflux_core.download import COMPOSED_PREFIX
 from voxlane.compat.dataflux.samples import ListedObject, ListedObjects
@@ -50,6 +50,7 @@ class ListingController:
     def run(self) -> list[ListedObject]:
         """Return the name and size in bytes of every object with the prefix and an allowed storage class, sorted.
         Names that end in a slash, which mark folders, are left out."""
+        add_user_agent(self.client)
         if is_foreign_client(self.client):
             return sorted(self._list_with_client())
         manifest = list_objects(

@@ -8,6 +8,7 @@ import csv
 import functools
 import io
 import json
+import os
 import posixpath
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -211,6 +212,8 @@ def _fetch_etags(files: Iterable[str], config: StoreConfig | None) -> dict[str, 
     futures: dict[str, Future[ObjectInfo]] = {}
     for uri in files:
         parsed = uris.parse(uri)
+        if parsed.scheme == "file" and not os.path.isfile(f"/{parsed.key}"):
+            continue  # the engine would open a pipe, and wait for its writer
         store = open_store(parsed.root, config)
         futures[uri] = store.submit(store.head, parsed.key)
     etags = {}

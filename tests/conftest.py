@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import locale
 import os
 import signal
 import subprocess
@@ -102,6 +103,15 @@ def _restore_num_threads() -> Iterator[None]:
     yield
     if torch.get_num_threads() != before:
         torch.set_num_threads(before)
+
+
+@pytest.fixture(autouse=True)
+def _restore_locale() -> Iterator[None]:
+    """Restore the locale, which GDCM sets to C in tests that write DICOM files: output of programs would then be read
+    as ASCII."""
+    before = locale.setlocale(locale.LC_ALL)
+    yield
+    locale.setlocale(locale.LC_ALL, before)
 
 
 @dataclass(frozen=True)

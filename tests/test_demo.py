@@ -21,7 +21,7 @@ def run_demo(script: str, *words: str) -> str:
         [sys.executable, str(ROOT / "demo" / script), *words],
         env={**os.environ, "OMP_WAIT_POLICY": "PASSIVE", "OMP_NUM_THREADS": "1"},
         capture_output=True,
-        text=True,
+        encoding="utf-8",
         timeout=240,
     )
     assert done.returncode == 0, done.stdout + done.stderr

@@ -519,7 +519,7 @@ def _add_labels() -> None:
     seven[0, 0, 0], fraction[0, 0, 0], with_nan[0, 0, 0] = 7, 0.5, NAN
     for name, severity, text, body in (
         ("empty label", "error", "the file is empty", b""),
-        ("cut label", "error", "truncated", gzip.compress(bytes(to_nifti(label)))[:300]),
+        ("cut label", "error", "truncated", gzip.compress(bytes(to_nifti(label)))[:100]),
         ("label with an unknown value", "error", "values 7", bytes(to_nifti(seven))),
         ("label of fractions", "error", "not integers", bytes(to_nifti(fraction))),
         ("label with NaN", "error", "not integers", bytes(to_nifti(with_nan))),

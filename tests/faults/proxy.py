@@ -160,9 +160,7 @@ class FaultProxy:
 
     async def _open(self, connection: socket.socket) -> None:
         reader = asyncio.StreamReader(limit=1 << 20)
-        await self._loop.connect_accepted_socket(
-            lambda: asyncio.StreamReaderProtocol(reader, self._serve), connection
-        )
+        await self._loop.connect_accepted_socket(lambda: asyncio.StreamReaderProtocol(reader, self._serve), connection)
 
     async def _close(self) -> None:
         if self._listener is not None:

@@ -81,7 +81,7 @@ def test_sigterm_saves_and_ends_with_143(data: str, tmp_path: Path, words: tuple
     assert "Traceback" not in errors
     assert (run / "checkpoints/last.ckpt").exists()
     assert not (run / lease.LEASE).exists()
-    assert not any(map(is_running, children))
+    wait_for(lambda: not any(map(is_running, children)))
 
 
 def test_ranks_end_with_a_parent_that_is_killed_while_they_start(data: str, tmp_path: Path) -> None:

@@ -31,7 +31,7 @@ def act(task: CaseTask) -> dict[str, Any]:
 
 
 def make_task(name: str) -> CaseTask:
-    return CaseTask(SourceCase(name, name, (name,), None), DESCRIPTION, None, None, "", "", ())
+    return CaseTask(SourceCase(name, name, (name,), None), DESCRIPTION, None, None, "", "", "", ())
 
 
 def test_bad_cases_are_ended_and_the_others_finished() -> None:

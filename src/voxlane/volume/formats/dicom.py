@@ -6,6 +6,7 @@ import contextlib
 import locale
 import math
 import os
+import threading
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -45,7 +46,7 @@ sitk.ProcessObject.SetGlobalWarningDisplay(False)  # the checks below report the
 
 def read_file(uri: str, config: StoreConfig | None) -> tuple[StoredVoxels, Geometry]:
     """Read one .nrrd or .mha file."""
-    with _preserve_locale(), _as_local_files([uri], config) as paths:
+    with _preserved_locale, _as_local_files([uri], config) as paths:
         remarks = check_header(paths[0], uri)
         size, num_components = _read_size(paths[0], uri)
         _check_fits(size, num_components, uri)
@@ -66,7 +67,7 @@ def read_series(uri: str, config: StoreConfig | None) -> tuple[StoredVoxels, Geo
         )
     _check_special_files(uri)
     names = [key.removeprefix(uris.parse(uri).key.rstrip("/") + "/") for key in keys]
-    with _preserve_locale(), _as_local_files([listing.root + key for key in keys], config) as paths:
+    with _preserved_locale, _as_local_files([listing.root + key for key in keys], config) as paths:
         slices, others = [], []
         for path, name in zip(paths, names, strict=True):
             if (image_slice := _read_slice_header(path, name, uri)) is not None:
@@ -81,14 +82,29 @@ def read_series(uri: str, config: StoreConfig | None) -> tuple[StoredVoxels, Geo
         return replace(stored, remarks=tuple(remarks)), geometry
 
 
-@contextlib.contextmanager
-def _preserve_locale() -> Iterator[None]:
-    """Restore the process's locale, which the DICOM library sets to C; text files would then be read as ASCII."""
-    before = locale.setlocale(locale.LC_ALL)
-    try:
-        yield
-    finally:
-        locale.setlocale(locale.LC_ALL, before)
+class _LocaleGuard:
+    """Restores the process's locale, which the DICOM library sets to C; text files would then be read as ASCII. The
+    last of several threads restores what the first one found."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._threads = 0
+        self._before = ""
+
+    def __enter__(self) -> None:
+        with self._lock:
+            if not self._threads:
+                self._before = locale.setlocale(locale.LC_ALL)
+            self._threads += 1
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            self._threads -= 1
+            if not self._threads:
+                locale.setlocale(locale.LC_ALL, self._before)
+
+
+_preserved_locale = _LocaleGuard()
 
 
 @dataclass(frozen=True)

@@ -654,7 +654,7 @@ def test_corruption_of_every_read_is_blamed_on_the_transfer(
     with pytest.raises(BadCasesError) as raised:
         sample_data.prepare_dataset(scans, str(dst))
     words = " ".join(str(raised.value).split())  # the table wraps its lines
-    assert "Other reads give other bytes: the transfer is at fault, run again" in words
+    assert "Reading it again gives other bytes: the transfer is at fault, run again" in words
     monkeypatch.undo()
     assert len(sample_data.prepare_dataset(scans, str(dst)).prepared) == 6
 

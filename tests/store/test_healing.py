@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
+import boto3
 import google_crc32c
 import numpy as np
 import pytest
@@ -192,6 +194,7 @@ def test_checksums_of_parts_combine(parts: list[bytes]) -> None:
     [
         ({"x-goog-hash": "md5=AAAA,crc32c=4waSgw=="}, "crc32c"),
         ({"x-amz-checksum-crc32": "y/Q5Jg=="}, "crc32"),
+        ({"x-amz-checksum-crc64nvme": "AAAAAAAAAAA=", "x-amz-checksum-sha1": "AAAA"}, "crc64nvme"),
         ({"x-amz-checksum-sha256": "AAAA", "etag": '"' + "0" * 32 + '"'}, "sha256"),
         ({"x-amz-checksum-crc32": "y/Q5Jg==-2", "etag": '"' + "0" * 32 + '-2"'}, None),
         ({"x-amz-checksum-crc32c": "4waSgw==", "x-amz-checksum-type": "COMPOSITE"}, None),
@@ -202,6 +205,29 @@ def test_checksums_of_parts_combine(parts: list[bytes]) -> None:
 def test_fastest_checksum_is_chosen(headers: dict[str, str], expected: str | None) -> None:
     checksum = find_service_checksum(headers, is_s3=True, is_range=False)
     assert (checksum and checksum.algorithm) == expected
+
+
+@pytest.mark.parametrize("algorithm", ["CRC32", "CRC32C", "CRC64NVME"])
+@pytest.mark.parametrize("size", [3 * MIB, 12 * MIB], ids=["whole", "in parts"])
+def test_checksums_of_s3_are_compared(s3: Bucket, algorithm: Any, size: int) -> None:
+    body = os.urandom(size)
+    keys = {"aws_access_key_id": "test", "aws_secret_access_key": "testtest", "region_name": "us-east-1"}
+    with contextlib.closing(boto3.client("s3", endpoint_url=s3.config.endpoint, **keys)) as client:
+        client.put_object(Bucket=s3.store.bucket, Key="a", Body=body, ChecksumAlgorithm=algorithm)
+    with FaultProxy(s3.config.endpoint or "") as proxy:
+        # "crc" leaves out the MD5 in the etag, so that only the CRC can notice the fault.
+        config = replace(s3.config, endpoint=proxy.url, retry=RETRY, part_bytes=5 * MIB, verify="crc")
+        dataset = MapDataset(s3.uri, config=config)
+        with proxy.inject(fault := Fault("corrupted", path="/a")):
+            assert dataset[0] == body
+        assert fault.met == 2
+
+
+def test_whole_object_of_another_size_has_changed(s3: Bucket) -> None:
+    s3.store.put("a", bytes(2 * MIB))
+    target = np.empty(3 * MIB, np.uint8)
+    with pytest.raises(errors.ChangedError, match=f"{3 * MIB} bytes"):
+        s3.store.get_into("a", 0, target, is_whole=True)
 
 
 def test_azure_is_checked_too(azure: Bucket) -> None:

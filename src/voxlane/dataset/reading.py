@@ -16,6 +16,7 @@ from voxlane.store import Store
 from voxlane.store.direct import PartChecksum, check_parts, new_writable_bytes
 from voxlane.store.listing import Entry
 from voxlane.store.ranges import Span, split
+from voxlane.store.service_checksums import ServiceChecksum
 
 _BULK_BYTES = 1 << 20
 """Objects of at least this size share `max_parts` requests in flight: bandwidth limits them, not latency."""
@@ -48,6 +49,8 @@ class _Parts:
         self.countdown = list(range(len(spans)))
         """One item for each part that is missing."""
         self.checksums: list[PartChecksum | None] = []
+        self.whole_checksum: Future[ServiceChecksum | None] | None = None
+        """The object's checksum, if the parts do not come with it."""
 
 
 class ObjectReader:
@@ -98,6 +101,9 @@ class ObjectReader:
         spans = split(entry.size, self._store.config.part_bytes)
         body, target = new_writable_bytes(entry.size)  # each part refers to `body`, which owns the target's memory
         parts = _Parts(spans)
+        if len(spans) > 1 and self._store.scheme == "s3":
+            # Submitted before the parts, so that the last part never waits for a call that has not started.
+            parts.whole_checksum = submit(self._store.find_checksum, entry.key, etag=entry.etag)
         return PendingObject([submit(self._read_part, entry, s, body, target, parts) for s in spans], body)
 
     def _read_whole(self, entry: Entry) -> bytes:
@@ -106,8 +112,11 @@ class ObjectReader:
         return body
 
     def _read_part(self, entry: Entry, span: Span, body: bytes, target: npt.NDArray[np.uint8], parts: _Parts) -> None:
-        checksum = self._store.get_into(entry.key, span.start, target[span.start : span.stop], etag=entry.etag)
-        parts.checksums.append(checksum)
+        is_whole = len(parts.spans) == 1
+        piece = target[span.start : span.stop]
+        parts.checksums.append(
+            self._store.get_into(entry.key, span.start, piece, etag=entry.etag, is_whole=is_whole)
+        )
         if parts.countdown.pop() == 0:  # this is the last part; list.pop is atomic
             if len(parts.spans) > 1:
                 self._check_parts(entry, target, parts)
@@ -116,6 +125,7 @@ class ObjectReader:
     def _check_parts(self, entry: Entry, target: npt.NDArray[np.uint8], parts: _Parts) -> None:
         """Compare an object that was read in parts with the service's checksum; read all of it again if they differ."""
         uri, checksums = self._store.uri(entry.key), parts.checksums
+        whole = None if parts.whole_checksum is None else parts.whole_checksum.result()
 
         def attempt() -> None:
             nonlocal checksums
@@ -125,8 +135,7 @@ class ObjectReader:
                 checksums = [self._store.get_into(entry.key, start, piece, etag=entry.etag) for start, piece in pieces]
             stated = [checksum for checksum in checksums if checksum is not None]
             checksums = []  # after a failure they are read again
-            if len(stated) == len(parts.spans):
-                check_parts(stated, target, uri)
+            check_parts(stated if len(stated) == len(parts.spans) else (), whole, target, uri)
 
         self._store.call_again("get", uri, attempt)
 

@@ -37,6 +37,7 @@ from voxlane.store.list_pages import drop_folder_markers, list_pages
 from voxlane.store.local_files import LocalFiles
 from voxlane.store.objects import ObjectInfo, changed_error
 from voxlane.store.retry import Retrier
+from voxlane.store.service_checksums import ServiceChecksum
 from voxlane.store.translate import TransientError, UnknownLengthError, WrongBytesError, is_foreign, no_etag_error
 from voxlane.store.writer import Writer
 
@@ -147,9 +148,8 @@ class Store:
         `size`, a body of another size is read again before ChangedError is raised."""
 
         def read_body(response: Any, length: int) -> bytes:
-            if size is not None and length != size:
-                blame = lambda _: changed_error(self.uri(key), f"with {size} bytes", f"{length}")  # noqa: E731
-                raise WrongBytesError(f"got {length} of {size} bytes", self.uri(key), blame)
+            if size is not None:
+                self._check_size(key, length, size)
             if isinstance(response, DirectResponse):
                 return response.bytes()
             # A stream of one chunk fills the bytes object straight from the network's buffers, and joining one chunk
@@ -211,17 +211,20 @@ class Store:
         *,
         etag: str | None = None,
         take: TakeChunk | None = None,
+        is_whole: bool = False,
     ) -> PartChecksum | None:
         """Fill `target`, an array or several that follow each other, with the object's bytes from `start` on, without a
         second copy in memory. Raises RangeError if the object ends before the target is full.
 
+        `is_whole`: the target is as large as the object, which is requested as a whole, because S3 states no checksum
+        with a range. An object of another size raises ChangedError.
         Chunks are passed to `take(offset, chunk)` in order as they arrive; after a failure again from `start` on.
         Returns what `check_parts` needs to compare all parts of an object with the service's checksum, if known.
         """
         pieces = [target] if isinstance(target, np.ndarray) else target
         if self.receives_directly:
             try:
-                return self._receive_into(key, start, pieces, etag, take)
+                return self._receive_into(key, None if is_whole else start, pieces, etag, take)
             except (MissingExtraError, CredentialsError):
                 self._has_credentials = False  # the engine may still find some
         starts = list(itertools.accumulate(map(len, pieces), initial=start))
@@ -244,26 +247,42 @@ class Store:
     def _receive_into(
         self,
         key: str,
-        start: int,
+        start: int | None,
         pieces: Sequence[npt.NDArray[np.uint8]],
         etag: str | None,
         take: TakeChunk | None,
     ) -> PartChecksum | None:
-        """Fill `pieces` by a plain request. The system writes the body straight into them: this takes 40% less
-        processor time than the engine, which has buffers of its own."""
+        """Fill `pieces` by a plain request, from `start` on or with the whole object. The system writes the body
+        straight into them: this takes 40% less processor time than the engine, which has buffers of its own."""
         self._check_names_object(key)
         uri, size = self.uri(key), sum(map(len, pieces))
+        options = None if start is None else {"range": (start, start + size)}
 
         def attempt() -> PartChecksum | None:
-            byte_range = start, start + size
             direct: DirectStore = self.open_direct(key)
-            with contextlib.closing(direct.get(key, options={"range": byte_range})) as response:
+            with contextlib.closing(direct.get(key, options=options)) as response:
                 self._check_version(response.meta, etag, uri)
+                if start is None:
+                    self._check_size(key, response.range[1], size)
                 return response.read_into(pieces, take)
 
         checksum = self.call("get", uri, attempt)
         self.counters.add("get", requests=0, bytes_read=size)
         return checksum
+
+    def find_checksum(self, key: str, *, etag: str | None = None) -> ServiceChecksum | None:
+        """Return the checksum of an object of S3, which states it only with whole objects, or None: the checksums of
+        other services come with every part."""
+        if self.scheme != "s3" or self.config.verify == "off" or not self.receives_directly:
+            return None
+
+        def attempt() -> ServiceChecksum | None:
+            meta = self.open_direct(key).head(key)
+            self._check_version(meta, etag, self.uri(key))
+            checksum: ServiceChecksum | None = meta["checksum"]
+            return checksum
+
+        return self.call("head", self.uri(key), attempt)
 
     def get_chunks(self, key: str, start: int, stop: int, take: TakeChunk, *, etag: str | None = None) -> int:
         """Pass the bytes `[start, stop)` of an object, at least one, to `take(offset, chunk)` in order as they arrive.
@@ -539,6 +558,12 @@ class Store:
         # Azure's listings omit the quotes that its reads have.
         if etag is not None and meta["e_tag"] is not None and meta["e_tag"].strip('"') != etag.strip('"'):
             raise changed_error(uri, f"as {etag}", meta["e_tag"])
+
+    def _check_size(self, key: str, length: int, expected: int) -> None:
+        """Raise an error unless a response has the listed size: it is read again before ChangedError is raised."""
+        if length != expected:
+            blame = lambda _: changed_error(self.uri(key), f"with {expected} bytes", f"{length}")  # noqa: E731
+            raise WrongBytesError(f"got {length} of {expected} bytes", self.uri(key), blame)
 
     def call(self, kind: str, uri: str, attempt: Callable[[], _T]) -> _T:
         """Call `attempt` until it succeeds, fails permanently, or the deadline passes; count every request."""

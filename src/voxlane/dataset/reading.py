@@ -114,9 +114,7 @@ class ObjectReader:
     def _read_part(self, entry: Entry, span: Span, body: bytes, target: npt.NDArray[np.uint8], parts: _Parts) -> None:
         is_whole = len(parts.spans) == 1
         piece = target[span.start : span.stop]
-        parts.checksums.append(
-            self._store.get_into(entry.key, span.start, piece, etag=entry.etag, is_whole=is_whole)
-        )
+        parts.checksums.append(self._store.get_into(entry.key, span.start, piece, etag=entry.etag, is_whole=is_whole))
         if parts.countdown.pop() == 0:  # this is the last part; list.pop is atomic
             if len(parts.spans) > 1:
                 self._check_parts(entry, target, parts)

@@ -25,8 +25,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import boto3
-
 import isolated_runs
 import servers
 from loading_contenders import key_name, run_epoch
@@ -195,6 +193,8 @@ def serving(service: str, cases: Sequence[Case], latencies_ms: Sequence[int]) ->
 
 def _upload(endpoint: str, bucket: str, cases: Sequence[Case]) -> None:
     """Upload incompressible objects with boto3's defaults directly to the server, without latency."""
+    import boto3  # not above, which measured processes import too
+
     keys = {"aws_access_key_id": servers.ACCESS_KEY, "aws_secret_access_key": servers.SECRET_KEY}
     client = boto3.client("s3", endpoint_url=endpoint, region_name=servers.REGION, **keys)
     with contextlib.closing(client), ThreadPoolExecutor(8) as threads:

@@ -73,7 +73,7 @@ class StoreConfig:
     """A response that is slower than this for `read_timeout_s` is requested again; 0 turns this off."""
     verify: Literal["all", "crc", "off"] = "all"
     """Which checksums of the service the bytes of whole objects are compared with: all that it sends, only the fast
-    ones (CRC-32C and CRC-32, not MD5 and SHA), or none. Checksums of our own are always compared."""
+    ones (CRC-32C, CRC-64/NVME and CRC-32, not MD5 and SHA), or none. Checksums of our own are always compared."""
     retry: RetryConfig = field(default_factory=RetryConfig)
     """When and for how long a failed request is retried."""
     max_concurrency: _Count = 64

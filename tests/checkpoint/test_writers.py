@@ -349,14 +349,17 @@ def test_finalizer_does_not_wait(gcs: Bucket, emulator: Emulator, monkeypatch: p
             collected.set()
         add(kind, **changes)
 
+    def resume_and_wait() -> None:
+        resume.set()
+        assert collected.wait(60)
+
     monkeypatch.setattr(store.counters, "add", collect)
     writer: Any = store.open_writer("a")
     writer.write(bytes(15 * MIB))
     writer.itself = writer
     del writer
-    resume.set()
     with pytest.warns(errors.DiscardedWarning, match="gs://bkt/a: 15,728,640 bytes"):
-        collected.wait(60)
+        resume_and_wait()
     _wait_until(lambda: not store_writer.running_uploads)
     assert emulator.keys("bkt") == []
     assert emulator.uploads("bkt") == []

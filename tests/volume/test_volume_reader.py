@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import multiprocessing
 import pickle
+import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -378,3 +379,34 @@ def test_arrays_of_wrong_shape_are_rejected(folder: Bucket) -> None:
         write_to_bucket(folder, {**case, "foreground": case["foreground"][:, :3]})
     with pytest.raises(ConfigError, match="below zero"):
         VolumeCache(folder.store, memory_bytes=-1)
+
+
+def test_threads_of_a_forked_child_share_one_state(folder: Bucket) -> None:
+    metadata = write_to_bucket(folder, make_case())
+    cache = VolumeCache(folder.store)
+    context = multiprocessing.get_context("fork")
+    ended = context.Queue()
+
+    def read_in_child() -> None:
+        barrier = threading.Barrier(16)
+        states = []
+
+        def enter(_: int) -> None:
+            barrier.wait()
+            cache._enter_process()
+            states.append(id(cache._opening))
+            cache.open(folder.key("cases/a.zarr"), metadata).read("label")
+
+        with ThreadPoolExecutor(16) as pool:
+            list(pool.map(enter, range(16)))
+        ended.put(len(set(states)))
+
+    sys.setswitchinterval(1e-6)
+    try:
+        for _ in range(5):
+            process = context.Process(target=read_in_child)
+            process.start()
+            assert ended.get(timeout=60) == 1
+            process.join()
+    finally:
+        sys.setswitchinterval(0.005)

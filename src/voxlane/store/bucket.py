@@ -35,6 +35,7 @@ from voxlane.store.direct import COPY_BYTES, DirectResponse, DirectStore, PartCh
 from voxlane.store.file_locks import lock_current_version, not_expected_version
 from voxlane.store.list_pages import drop_folder_markers, list_pages
 from voxlane.store.local_files import LocalFiles
+from voxlane.store.native import entering_process
 from voxlane.store.objects import ObjectInfo, changed_error
 from voxlane.store.retry import Retrier
 from voxlane.store.service_checksums import ServiceChecksum
@@ -545,10 +546,14 @@ class Store:
 
     def _enter_process(self) -> None:
         """Drop the parent's connections and threads if this is a forked child."""
-        if self._pid != (pid := os.getpid()):
-            _inherited.append((self._native, self._direct, self._pools))
-            self._reset()
-            self._pid = pid
+        if self._pid == (pid := os.getpid()):
+            return
+        with entering_process:
+            if self._pid != pid:
+                if self._pid != -1:
+                    _inherited.append((self._native, self._direct, self._pools))
+                self._reset()
+                self._pid = pid
 
     def _check_names_object(self, key: str) -> None:
         if not key:

@@ -23,6 +23,9 @@ from typing import Any
 
 _EXTENSION = "obstore._obstore"
 _COPY_MAX_AGE_S = 24 * 3600.0
+entering_process = threading.RLock()
+"""Held while an object that a fork copied drops what belongs to the parent: several threads of the child may find that
+it has to."""
 _lock = threading.Lock()
 _depth = 0
 _stale = False
@@ -38,6 +41,7 @@ def _after_fork_in_child() -> None:
 
 
 os.register_at_fork(after_in_child=_after_fork_in_child)
+os.register_at_fork(after_in_child=entering_process._at_fork_reinit)  # type: ignore[attr-defined]
 
 
 def obstore() -> Any:

@@ -24,6 +24,7 @@ import numpy.typing as npt
 from voxlane.dataset.cache import DiskCache
 from voxlane.errors import ChangedError, ConfigError, NotFoundError, PreparedError, RangeError
 from voxlane.store import Store
+from voxlane.store.native import entering_process
 from voxlane.store.ranges import Span, coalesce
 from voxlane.store.retry import MAX_READS
 from voxlane.volume import zarr_array
@@ -88,7 +89,6 @@ class VolumeCache:
         self._reset()
 
     def _reset(self) -> None:
-        self._pid = os.getpid()
         self._lock = threading.Lock()
         self._timing = ReadTiming()
         self._chunks: _LruCache[memoryview] = _LruCache(self.memory_bytes)
@@ -97,6 +97,7 @@ class VolumeCache:
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         self.decoding = threading.Semaphore(cores)
         """Limits the number of decoding threads to that of cores; more would only slow each other down."""
+        self._pid = os.getpid()  # last: other threads may use the state from now on
 
     def __reduce__(self) -> tuple[Any, ...]:
         return partial(VolumeCache, **{setting.name: getattr(self, setting.name) for setting in fields(self)}), ()
@@ -115,9 +116,11 @@ class VolumeCache:
     # -- for readers -----------------------------------------------------------------------------------------------
 
     def _enter_process(self) -> None:
-        """Reset the state in a forked child, which must not wait for its parent's threads or locks."""
+        """Reset the state in a forked child, once, which must not wait for its parent's threads or locks."""
         if self._pid != os.getpid():
-            self._reset()
+            with entering_process:
+                if self._pid != os.getpid():
+                    self._reset()
 
     def _count(self, **more: float) -> None:
         with self._lock:

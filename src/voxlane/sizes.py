@@ -1,4 +1,4 @@
-"""Sizes and durations in the notation of Kubernetes."""
+"""Sizes and durations in the notation of Kubernetes, and counts of things."""
 
 from __future__ import annotations
 
@@ -32,6 +32,11 @@ def format_bytes(size_bytes: int) -> str:
             return f"{size:.0f} B" if unit == "B" else f"{size:.1f} {unit}"
         size /= 1024
     return f"{size:.1f} TiB"
+
+
+def format_plural(count: int, noun: str) -> str:
+    """Format a count with its noun, such as 2 cases."""
+    return f"{count} {noun}{'' if count == 1 else 's'}"
 
 
 def parse_duration(duration: str | int, *, name: str = "duration") -> int:

@@ -416,7 +416,7 @@ def _add_dicom() -> None:
         r"IM0003\.dcm is not DICOM",
         lambda p: p[3].write_bytes(b"<html>403</html>"),
     )
-    add_series("missing slice", "error", r"1 missing slices.*IM0002\.dcm and IM0004\.dcm", lambda p: p[3].unlink())
+    add_series("missing slice", "error", r"1 missing slice:.*IM0002\.dcm and IM0004\.dcm", lambda p: p[3].unlink())
     add_series(
         "copied slice",
         "error",

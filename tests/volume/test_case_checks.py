@@ -134,6 +134,21 @@ def test_affine(files: CaseFiles, shift_mm: float, fatal: bool | None) -> None:
     assert all("the origins differ" in p.detail for p in problems)
 
 
+def test_image_and_label_of_the_same_name_are_told_apart(files: CaseFiles) -> None:
+    (files.folder / "labels").mkdir()
+    case = replace(
+        files.case, label=save_nifti(files.folder / "labels" / "image.nii.gz", files.label[:, :, :3].astype(np.uint8))
+    )
+    problem = load_only_problem(case)
+    assert problem.detail.startswith("image image.nii.gz and label image.nii.gz: the shapes differ")
+    (files.folder / "labels" / "image.nii.gz").write_bytes(b"")
+    assert load_only_problem(case).detail.startswith("label image.nii.gz: the file is empty")
+    Path(files.case.images[0]).write_bytes(b"")
+    Path(str(case.label)).write_bytes(b"")
+    problems = load_case(case, CT)[2]
+    assert [problem.detail.partition(":")[0] for problem in problems] == ["image image.nii.gz", "label image.nii.gz"]
+
+
 def test_affine_of_a_channel(files: CaseFiles) -> None:
     problem = load_only_problem(files.channels(files.image, files.image, affine=np.diag([-0.8, -0.8, 2, 1.0])), MR)
     assert (problem.kind, problem.fatal) == ("affine", True)

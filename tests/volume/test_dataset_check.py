@@ -80,7 +80,7 @@ def test_command_writes_a_report_and_a_page(tmp_path: Path, capsys: pytest.Captu
     page = (tmp_path / "out" / "check.html").read_text("utf-8")
     assert "IM0003.dcm is empty" in page
     assert page == render_check_page(report)
-    assert "1 errors in 1 of 3 cases" in output.err
+    assert "1 error in 1 of 3 cases" in output.err
     good = bad_scans.write_dataset(tmp_path / "good")
     assert main(["check", str(tmp_path / "good" / good), "workers=1", "--no-progress"]) == 0
     assert "2 of 2 cases can be used; 0 errors, 0 warnings" in capsys.readouterr().out

@@ -340,6 +340,7 @@ OUTSIDE = [
     "~/a.nii.gz",
     "file:///etc/hostname",
     "gs://other/a",
+    "imagesTr/a\0b.nii.gz",
 ]
 """Paths that no dataset.json may name."""
 

@@ -308,8 +308,11 @@ def test_nrrd_and_mha_match_nifti(tmp_path: Path, gcs: Bucket, array: np.ndarray
         read_scan(f"{tmp_path}/none.{suffix}")
 
 
-def dicom_series(folder: Path, volume: np.ndarray, *, step_mm: float = 2.5, uid: str = "1.2.3", start: int = 0) -> None:
-    """Write `volume` (z, y, x) as one oblique series, with file names that do not follow the order of slices."""
+def dicom_series(
+    folder: Path, volume: np.ndarray, *, step_mm: float = 2.5, uid: str = "1.2.3", start: int = 0, slope: str = "1"
+) -> None:
+    """Write `volume` (z, y, x) as one oblique series, with file names that do not follow the order of slices. `slope`
+    replaces that in the headers of the files."""
     folder.mkdir(parents=True, exist_ok=True)
     tilt = 0.3
     row, column = (1.0, 0.0, 0.0), (0.0, float(np.cos(tilt)), float(np.sin(tilt)))
@@ -333,8 +336,14 @@ def dicom_series(folder: Path, volume: np.ndarray, *, step_mm: float = 2.5, uid:
         }
         for tag, value in tags.items():
             image.SetMetaData(tag, value)
-        writer.SetFileName(str(folder / f"{(z * 7) % 101:03d}_{uid}.dcm"))
+        path = folder / f"{(z * 7) % 101:03d}_{uid}.dcm"
+        writer.SetFileName(str(path))
         writer.Execute(image)
+        if slope != "1":
+            element = b"\x28\x00\x53\x10"
+            before, after = path.read_bytes().split(element + b"\x02\x00\x00\x001 ")
+            value = slope.ljust(len(slope) + len(slope) % 2).encode()
+            path.write_bytes(before + element + len(value).to_bytes(4, "little") + value + after)
 
 
 @pytest.fixture
@@ -367,7 +376,7 @@ def test_dicom_series_in_a_folder_or_bucket(tmp_path: Path, gcs: Bucket, volume:
 def test_incomplete_or_ambiguous_series_is_rejected(tmp_path: Path, volume: np.ndarray) -> None:
     dicom_series(tmp_path / "gap", volume)
     (tmp_path / "gap" / "014_1.2.3.dcm").unlink()
-    with pytest.raises(ScanError, match=r"1 missing slices: a gap of 5 mm where 2\.5 mm is usual \(after slice 2"):
+    with pytest.raises(ScanError, match=r"1 missing slice: a gap of 5 mm where 2\.5 mm is usual \(after slice 2"):
         read_scan(f"{tmp_path}/gap")
     dicom_series(tmp_path / "two", volume)
     dicom_series(tmp_path / "two", volume, uid="4.5.6")
@@ -377,6 +386,13 @@ def test_incomplete_or_ambiguous_series_is_rejected(tmp_path: Path, volume: np.n
     (tmp_path / "twice" / "copy.dcm").write_bytes((tmp_path / "twice" / "014_1.2.3.dcm").read_bytes())
     with pytest.raises(ScanError, match="1 of 7 slices have the position of another slice"):
         read_scan(f"{tmp_path}/twice")
+
+
+@pytest.mark.parametrize("slope", ["0", "nan", "inf"])
+def test_series_without_a_usable_scaling_is_rejected(tmp_path: Path, volume: np.ndarray, slope: str) -> None:
+    dicom_series(tmp_path / "ct", volume, slope=slope)
+    with pytest.raises(ScanError, match=rf"_1\.2\.3\.dcm: slope is '{slope}'"):
+        read_scan(f"{tmp_path}/ct")
 
 
 def test_uneven_and_single_slices_are_rejected(tmp_path: Path, volume: np.ndarray) -> None:

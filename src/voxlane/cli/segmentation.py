@@ -32,7 +32,7 @@ from voxlane.errors import (
     VoxlaneError,
 )
 from voxlane.settings import ARGUMENT, OVERRIDES, Flag, PathOrUri, build, read_file, record
-from voxlane.sizes import format_bytes
+from voxlane.sizes import format_bytes, format_plural
 
 if TYPE_CHECKING:
     from voxlane.store import StoreConfig
@@ -106,7 +106,7 @@ class PrepareCommand(FieldsFileOptions, ConfiguredOptions):
         if not result.cases_checked and not result.cases_written:
             print("nothing had to be done: every case was prepared already")
         else:
-            print(f"checked {result.cases_checked} and wrote {result.cases_written} cases")
+            print(f"checked {result.cases_checked} and wrote {format_plural(result.cases_written, 'case')}")
         spacing, patch = " x ".join(f"{mm:.3g}" for mm in plan.spacing), " x ".join(map(str, plan.patch))
         network = f"{plan.network.kind} with features {', '.join(map(str, plan.network.features))}"
         print(f"plan: {spacing} mm, patches of {patch}, batch {plan.batch}, {network}")
@@ -148,18 +148,19 @@ class CheckCommand(FieldsFileOptions, ConfiguredOptions):
         values, store_config = self.load(self.overrides)
         findings = check(self.src, build(CheckConfig, values), store_config, progress=self.progress)
         report = findings.to_plain()
+        errors = format_plural(report["errors"], "error")
         if self.json:
             print(json.dumps(report, indent=1))
         else:
             if findings.problems:
                 print(format_problems(findings.problems))
-            counts = f"{report['errors']} errors, {report['warnings']} warnings"
+            counts = f"{errors}, {format_plural(report['warnings'], 'warning')}"
             print(f"{report['name']}: {report['usable_cases']} of {report['cases']} cases can be used; {counts}")
         if self.out is not None:
             page_uri = write_check_report(report, self.out, store_config)
             print(f"report: {page_uri}", file=sys.stderr)
         if report["errors"]:
-            raise ScanError(f"{report['errors']} errors in {len(findings.bad_cases)} of {report['cases']} cases")
+            raise ScanError(f"{errors} in {len(findings.bad_cases)} of {report['cases']} cases")
 
 
 # -- train -------------------------------------------------------------------------------------------------------------

@@ -39,11 +39,6 @@ def format_count(value: float) -> str:
     return format_number(value, 0)
 
 
-def format_plural(count: int, noun: str) -> str:
-    """Format a count with its noun, such as 2 cases."""
-    return f"{count} {noun}{'' if count == 1 else 's'}"
-
-
 def format_bytes(value: Any) -> str:
     """Format bytes in decimal units; `NO_VALUE` if the value is not a number."""
     size = as_number(value)

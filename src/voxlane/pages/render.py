@@ -17,6 +17,7 @@ from markupsafe import Markup
 
 from voxlane.errors import RunError
 from voxlane.pages import formatting
+from voxlane.sizes import format_plural
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,7 @@ def _environment() -> Environment:
         "count": formatting.format_count,
         "duration": formatting.format_duration,
         "number": formatting.format_number,
-        "plural": formatting.format_plural,
+        "plural": format_plural,
         "time": formatting.format_time,
         "value": formatting.format_value,
         "yaml": _to_yaml,

@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from voxlane import uri as uris
-from voxlane.pages.formatting import format_plural
 from voxlane.pages.render import Tile, render
+from voxlane.sizes import format_plural
 from voxlane.store import Store, StoreConfig
 
 JSON_NAME, PAGE_NAME = "check.json", "check.html"

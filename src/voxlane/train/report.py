@@ -19,11 +19,11 @@ from voxlane.pages.formatting import (
     format_dollars,
     format_duration,
     format_number,
-    format_plural,
     format_size,
 )
 from voxlane.pages.render import Tile, explain_wrong_content, render
 from voxlane.redaction import redact, redact_words
+from voxlane.sizes import format_plural
 from voxlane.store import StoreConfig
 from voxlane.train import pictures
 from voxlane.train.findings import Evaluation, Findings, read_findings, score

@@ -15,7 +15,8 @@ from markupsafe import Markup
 
 from voxlane.pages import charts as draw
 from voxlane.pages.charts import Axis, Plot
-from voxlane.pages.formatting import as_number, format_duration, format_plural, format_value, value_key
+from voxlane.pages.formatting import as_number, format_duration, format_value, value_key
+from voxlane.sizes import format_plural
 from voxlane.tune.trials import Search, Trial
 
 _HEIGHT = 290

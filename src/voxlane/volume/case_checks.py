@@ -117,12 +117,12 @@ def examine_case(
     try:
         scan = loader.load_images()
     except MemoryError:
-        loader.add("memory", f"{_file_name(case.images[0])} does not fit into the memory for one case")
+        loader.add("memory", f"{loader.name(case.images[0])} does not fit into the memory for one case")
     broken_image = loader.has_fatal_problem()
     try:
         label = loader.load_label(None if scan is None else scan.geometry)
     except MemoryError:
-        loader.add("memory", f"{_file_name(str(case.label))} does not fit into the memory for one case")
+        loader.add("memory", f"{loader.name(str(case.label))} does not fit into the memory for one case")
     if scan is not None and label is not None:
         loader.compare_contents(scan.image, label)
     usable_scan = None if broken_image or (loader.has_fatal_problem() and label is not None) else scan
@@ -167,7 +167,14 @@ class _CaseLoader:
 
     def add_remarks(self, uri: str, remarks: Sequence[Remark]) -> None:
         for remark in remarks:
-            self.add(remark.kind, f"{_file_name(uri)}: {remark.detail}", fatal=remark.fatal)
+            self.add(remark.kind, f"{self.name(uri)}: {remark.detail}", fatal=remark.fatal)
+
+    def name(self, uri: str) -> str:
+        """Return the name of a file, and whether it is the image or the label if both have the same name."""
+        name, label = _file_name(uri), self.case.label
+        if label is None or _file_name(label) not in map(_file_name, self.case.images):
+            return name
+        return f"{'label' if uri == label else 'image'} {name}"
 
     def has_fatal_problem(self, since: int = 0) -> bool:
         return any(problem.fatal for problem in self.problems[since:])
@@ -187,7 +194,7 @@ class _CaseLoader:
         if len(scans) > 1:
             for uri, scan in zip(images, scans, strict=True):
                 if len(scan.image) > 1:
-                    name = f"{_file_name(uri)} is a 4D file of {len(scan.image)} volumes"
+                    name = f"{self.name(uri)} is a 4D file of {len(scan.image)} volumes"
                     self.add("not-3d", f"{name}; expected one 3D channel per file")
                 if scan is not first:
                     self.compare(first.geometry, uri, scan.geometry)
@@ -199,7 +206,7 @@ class _CaseLoader:
         stacked = stack_channels(scans)
         for index, channel in enumerate(stacked.image):
             if bad_voxels := count_not_finite(channel):
-                name = _file_name(images[index if len(images) > 1 else 0])
+                name = self.name(images[index if len(images) > 1 else 0])
                 channel_text = f" of channel {index}" if len(images) == 1 and channels > 1 else ""
                 share = f"{bad_voxels:,} of {channel.size:,} voxels"
                 self.add("nan", f"{name}: {share}{channel_text} are NaN or infinite")
@@ -211,7 +218,7 @@ class _CaseLoader:
         """Load the label, or return None if it is unusable. `grid` is the image's, if known."""
         uri = self.case.label
         if uri is None:
-            self.add("missing-label", f"no label file for {_file_name(self.case.images[0])}")
+            self.add("missing-label", f"no label file for {self.name(self.case.images[0])}")
             return None
         loaded = self.read(uri, "missing-label", self._read_label)
         if loaded is None:
@@ -225,9 +232,9 @@ class _CaseLoader:
         counts = count_values(label)
         outside = [value for value in np.flatnonzero(counts).tolist() if value not in self.description.labels.values()]
         if outside:
-            self.add("label-values", _describe_outside(uri, outside, counts, self.description))
+            self.add("label-values", _describe_outside(self.name(uri), outside, counts, self.description))
         elif not counts[1:].any():
-            self.add("empty-foreground", f"{_file_name(uri)} contains only background", fatal=False)
+            self.add("empty-foreground", f"{self.name(uri)} contains only background", fatal=False)
         return None if self.has_fatal_problem(problems_before) else label
 
     def compare(self, grid: Geometry, uri: str, other: Geometry) -> None:
@@ -235,15 +242,15 @@ class _CaseLoader:
         difference, fatal = compare_grids(grid, other)
         if difference is None:
             return
-        detail = f"{_file_name(self.case.images[0])} and {_file_name(uri)}: {difference}"
+        detail = f"{self.name(self.case.images[0])} and {self.name(uri)}: {difference}"
         kind: ProblemKind = "affine" if grid.canonical_shape == other.canonical_shape else "shape"
         self.add(kind, detail if fatal else f"{detail}, less than half a voxel", fatal=fatal)
 
     def compare_contents(self, image: Array, label: Label) -> None:
         """Record that image and label have the same content, or that nearly all of the image is labelled."""
-        file = _file_name(str(self.case.label))
+        file = self.name(str(self.case.label))
         if image.shape[1:] == label.shape and label.any() and any(np.array_equal(c, label) for c in image):
-            self.add("intensity", f"{file} is the same as {_file_name(self.case.images[0])}: the image is the label")
+            self.add("intensity", f"{file} is the same as {self.name(self.case.images[0])}: the image is the label")
         elif (share := np.count_nonzero(label) / label.size) > _MAX_LABEL_SHARE:
             self.add("label-values", f"{file} labels {share:.0%} of the scan", fatal=False)
 
@@ -270,13 +277,13 @@ class _CaseLoader:
         except (NotFoundError, ChangedError, ScanError) as error:
             self.add_unreadable(uri, error, missing)
             return None
-        text = f"{_file_name(uri)} could not be read at first ({_describe(first_error)}); reading it again succeeded"
+        text = f"{self.name(uri)} could not be read at first ({_describe(first_error)}); reading it again succeeded"
         self.add("read-again", text, fatal=False, transient=True)
         return result
 
     def add_unreadable(self, uri: str, error: VoxlaneError, missing: ProblemKind) -> None:
         """Record why a file could not be read, and whether that may pass."""
-        name = _file_name(uri)
+        name = self.name(uri)
         if isinstance(error, NotFoundError):
             if uri in self.listed:
                 text = f"{uri} is listed, but reading it says that it does not exist. This may pass: run again"
@@ -369,11 +376,13 @@ def _describe_channels(case: SourceCase, channels: int, description: Description
     return f"{_file_name(case.images[0])} {kind}, {expected}"
 
 
-def _describe_outside(uri: str, outside: Sequence[int], counts: npt.NDArray[np.int64], description: Description) -> str:
+def _describe_outside(
+    name: str, outside: Sequence[int], counts: npt.NDArray[np.int64], description: Description
+) -> str:
     values = ", ".join(f"{value} ({counts[value]:,} voxels)" for value in outside[:5])
     more = f" and {len(outside) - 5} more" if len(outside) > 5 else ""
     known_labels = ", ".join(f"{name} {value}" for name, value in description.labels.items())
-    detail = f"{_file_name(uri)} contains the values {values}{more}, which are not among: {known_labels}"
+    detail = f"{name} contains the values {values}{more}, which are not among: {known_labels}"
     enhancing = description.labels.get("ET")
     if enhancing in (3, 4) and list(outside) == [7 - enhancing]:
         years = "BraTS 2018 to 2021" if enhancing == 3 else "BraTS since 2023"

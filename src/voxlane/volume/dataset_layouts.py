@@ -162,7 +162,7 @@ def _confine(path: str, field: str, document_uri: str, root: str) -> str:
     if "://" not in path and path.startswith("/"):
         below = "file://" + posixpath.normpath(path)
     below = posixpath.normpath(below.removeprefix(root)) if "://" not in below or below.startswith(root) else below
-    if "://" in below or below.startswith(("/", "~")) or below.split("/", 1)[0] == "..":
+    if "://" in below or "\0" in below or below.startswith(("/", "~")) or below.split("/", 1)[0] == "..":
         raise LayoutError(
             f"{field}: {path!r} is outside the dataset",
             uri=document_uri,

@@ -16,6 +16,7 @@ import numpy as np
 
 from voxlane import uri as uris
 from voxlane.errors import MissingExtraError, NotFoundError, ScanError
+from voxlane.sizes import format_plural
 from voxlane.store import StoreConfig
 from voxlane.store.listing import list_objects
 from voxlane.temporary import temporary_folder
@@ -166,7 +167,8 @@ def _read_slice_header(path: str, name: str, uri: str) -> _Slice | None:
     )
     for tag in ("slope", "intercept", "pixel_spacing", "position"):
         numbers = image_slice.numbers(tag)
-        if not np.isfinite(numbers).all() or (tag == "pixel_spacing" and min(numbers, default=1) <= 0):
+        is_wrong = {"slope": 0 in numbers, "pixel_spacing": min(numbers, default=1) <= 0}.get(tag, False)
+        if is_wrong or not np.isfinite(numbers).all():
             raise ScanError(f"{name}: {tag.replace('_', ' ')} is {tags[tag]!r}", uri=uri, fix=_CORRECT_FILE)
     return image_slice
 
@@ -303,8 +305,9 @@ def _check_spacing(slices: list[_Slice], heights_mm: Array, uri: str) -> None:
     missing = np.rint(gaps / usual).astype(int) - 1
     explained = np.abs(gaps - (missing + 1) * usual) <= _UNEVEN_SHARE * usual
     if explained.all():
+        count = format_plural(int(missing.sum()), "missing slice")
         raise ScanError(
-            f"{int(missing.sum())} missing slices: a gap of {gaps[at]:.4g} mm where {usual:.4g} mm is usual "
+            f"{count}: a gap of {gaps[at]:.4g} mm where {usual:.4g} mm is usual "
             f"(after slice {at + 1} of {len(heights_mm)}, between {names[at]} and {names[at + 1]})",
             uri=uri,
             fix="Download the whole series",

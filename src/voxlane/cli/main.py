@@ -200,8 +200,8 @@ def _protect_secrets(words: Sequence[str]) -> None:
     redaction.hide_from_process_list(redaction.find_secrets(words))
     if os.environ.get("RANK", "0") == "0":
         print(
-            f"voxlane: warning: {', '.join(names)} on the command line can be read by other users of this machine and "
-            "stays in the shell's history; safer: variables such as AWS_SECRET_ACCESS_KEY, a profile "
+            f"voxlane: warning: other users of this machine can read {', '.join(names)} on the command line, and the "
+            "shell's history keeps it; safer: variables such as AWS_SECRET_ACCESS_KEY, a profile "
             "(store.profile=NAME) or a file (--config FILE)",
             file=sys.stderr,
         )

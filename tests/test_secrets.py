@@ -216,7 +216,7 @@ def test_a_run_stores_none_and_says_what_to_give_again(
 
     status, printed = run([*words, *secrets])
     assert status == 0, printed
-    assert printed.count("voxlane: warning: store.access_key_id, store.secret_access_key on the command line") == 1
+    assert printed.count("can read store.access_key_id, store.secret_access_key on the command line") == 1
     assert "--config FILE" in printed
     status, report_printed = run(["report", "s3://bkt/run", "--config", _write_store(tmp_path, protected.config)])
     assert status == 0, report_printed

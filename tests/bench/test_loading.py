@@ -137,7 +137,7 @@ def test_cases_that_are_left_out_are_counted(tmp_path: Path, capsys: pytest.Capt
         f"{tmp_path}/raw",
         *["--patch", "8,8,8", "--batch", "2", "--steps", "1", "--workers", "0", "--epochs", "1"],
     )
-    assert "/raw: 1 of 3 cases left out: no label, or no image" in capsys.readouterr().out
+    assert "/raw: 1 of 3 cases left out: no label, or no image" in capsys.readouterr().err
 
 
 def test_both_modes_give_the_same_patches_of_the_same_cases(data: Bucket) -> None:

@@ -140,10 +140,14 @@ def test_node_of_a_jobset(parse: Any) -> None:
 @pytest.mark.parametrize(
     ("words", "environment", "message"),
     [
-        ((), {"NUM_DEVICES": "many"}, "NUM_DEVICES is many.*1 or more, or auto"),
-        ((), {"NUM_SAVE_CALLS": "0"}, "NUM_SAVE_CALLS is 0"),
-        ((), {"USE_ASYNC": "maybe"}, "USE_ASYNC is maybe"),
-        ((), {"SIMULATED_WORKLOAD_DURATION": "long"}, "SIMULATED_WORKLOAD_DURATION is long"),
+        ((), {"NUM_DEVICES": "many"}, "NUM_DEVICES: expected an integer, 1 or more, or auto, got .many."),
+        ((), {"NUM_SAVE_CALLS": "0"}, "NUM_SAVE_CALLS: expected an integer, 1 or more, got .0."),
+        ((), {"USE_ASYNC": "maybe"}, "USE_ASYNC: expected 1 or 0, got .maybe."),
+        (
+            (),
+            {"SIMULATED_WORKLOAD_DURATION": "long"},
+            "SIMULATED_WORKLOAD_DURATION: expected a number",
+        ),
         ((), {"CKPT_RESTORE_PATH": "gs://other/checkpoints"}, "cannot load its checkpoints from elsewhere"),
         (("--strategy=fsspec_fsdp",), {"USE_ASYNC": "1"}, "only the strategy 'voxlane' saves in the background"),
         (("--disable-multipart",), {}, "Add --format single"),

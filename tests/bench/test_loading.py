@@ -85,6 +85,7 @@ def test_arrays_are_paired_by_folder_and_by_ending() -> None:
         ("b", "raw/images/b.npy", "raw/labels/b.npy"),
     ]
     assert result.sample_bytes == 20
+    assert result.left_out == 1
     assert [c.id for c in find_cases(manifest_of("t/a_x.npy", "t/a_y.npy", "t/b_x.npy"), None).cases] == ["a"]
     public = find_cases(manifest_of("images/case_00000_x.npy", "labels/case_00000_y.npy"), None)  # Dataflux's demo
     assert [(c.id, c.images, c.label) for c in public.cases] == [("case_00000", (0,), 1)]
@@ -125,6 +126,18 @@ def test_crops_reach_beyond_the_volume_with_zeros() -> None:
     assert np.array_equal(beyond[:, 1:, :2], array[:, :2, 2:])
     assert not beyond[:, 0].any()
     assert not beyond[:, :, 2:].any()
+
+
+def test_cases_that_are_left_out_are_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "raw").mkdir()
+    for name in ("a_x", "a_y", "b_x", "b_y", "c_x"):
+        (tmp_path / "raw" / f"{name}.npy").write_bytes(npy(np.zeros((1, 8, 8, 8), np.uint8)))
+    bench(
+        tmp_path,
+        f"{tmp_path}/raw",
+        *["--patch", "8,8,8", "--batch", "2", "--steps", "1", "--workers", "0", "--epochs", "1"],
+    )
+    assert "/raw: 1 of 3 cases left out: no label, or no image" in capsys.readouterr().err
 
 
 def test_both_modes_give_the_same_patches_of_the_same_cases(data: Bucket) -> None:

@@ -65,10 +65,11 @@ def test_exception_discards_all_files_of_a_transaction(gcs: Bucket, emulator: Em
     fs = _open(gcs)
     fs.pipe("gs://bkt/a", b"old")
 
-    def fail() -> None:
+    def fail(large_file: str = "gs://bkt/b") -> None:
         with fs.transaction:
             fs.pipe("gs://bkt/a", b"new")
-            fs.pipe("gs://bkt/b", bytes(LARGE))
+            if large_file:
+                fs.pipe(large_file, bytes(LARGE))
             raise ZeroDivisionError
 
     with (
@@ -79,6 +80,11 @@ def test_exception_discards_all_files_of_a_transaction(gcs: Bucket, emulator: Em
     assert _names(fs, gcs) == ["a"]
     assert fs.cat("gs://bkt/a") == b"old"
     assert emulator.uploads("bkt") == []
+    with (
+        pytest.warns(errors.DiscardedWarning, match="1 file was discarded.*: gs://bkt/a"),
+        pytest.raises(ZeroDivisionError),
+    ):
+        fail(large_file="")
     fs.pipe("gs://bkt/c", b"outside of the transaction")
     assert fs.exists("gs://bkt/c")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -56,6 +57,27 @@ def test_listing_with_a_client(objects: dict[str, bytes], client: storage.Client
     controller = fast_list.ListingController(4, PROJECT_NAME, BUCKET_NAME)
     controller.client = client
     assert len(controller.run()) == 21
+
+
+def test_objects_that_are_left_out_are_counted(
+    gcs: Bucket, environment: Emulator, client: storage.Client, caplog: pytest.LogCaptureFixture
+) -> None:
+    for name, storage_class in {"a": "STANDARD", "b": "NEARLINE", "c": "COLDLINE"}.items():
+        environment.put(BUCKET_NAME, name, b"x", storage_class=storage_class)
+    environment.put(BUCKET_NAME, "todo/", b"")
+    listing = fast_list.ListingController(2, PROJECT_NAME, BUCKET_NAME)
+    assert listing.run() == [("a", 1)]
+    assert caplog.messages == ["gs://bkt/: objects left out, because their storage class is not STANDARD: 2"]
+    caplog.clear()
+    environment.put(BUCKET_NAME, "full/", b"bytes")
+    listing.allowed_storage_classes = ["STANDARD", "NEARLINE", "COLDLINE"]
+    expected = ["gs://bkt/: objects left out, because their names end in a slash: 1"]
+    assert len(listing.run()) == 3
+    assert caplog.messages == expected
+    caplog.clear()
+    listing.client = SimpleNamespace(bucket=client.bucket)  # listed with its own methods
+    assert len(listing.run()) == 3
+    assert caplog.messages == expected
 
 
 def test_storage_classes_and_joined_objects_of_a_listing(fake_gcs_url: str) -> None:

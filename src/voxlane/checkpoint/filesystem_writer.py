@@ -130,7 +130,8 @@ class BucketTransaction(Transaction):  # type: ignore[misc]
             self.files = deque()
             self.fs._intrans, self.fs._transaction, self.fs = False, None, None
         if discarded:
-            message = f"{len(discarded)} files were discarded, because their transaction ended with an exception"
+            files_were = "1 file was" if len(discarded) == 1 else f"{len(discarded)} files were"
+            message = f"{files_were} discarded, because their transaction ended with an exception"
             warnings.warn(f"{message}: {', '.join(discarded)}", DiscardedWarning, stacklevel=3)
 
 

@@ -67,7 +67,7 @@ def _closing(response: Any) -> Iterator[Any]:
 
 
 class Store:
-    """One bucket. Safe to use from many threads.
+    """The bucket of a URI; a key in the URI is ignored (see `locate`). Safe to use from many threads.
 
     It is cheap to construct and to pickle: connections are opened with the first request, separately in every process,
     forked ones included. Keys are complete paths inside the bucket; prefixes are plain string prefixes (`foo/a`

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pickle
+
 import numpy as np
 import pytest
 from google.auth.credentials import AnonymousCredentials
@@ -118,7 +120,9 @@ def test_storage_classes_select_objects_on_gcs(gcs: Bucket, emulator: Emulator) 
         blob.upload_from_string(b"x")
     client.close()
     assert list_objects(gcs.uri, config=gcs.config).keys() == ["a", "b", "c"]
-    assert list_objects(gcs.uri, config=gcs.config, storage_classes=["STANDARD", "ARCHIVE"]).keys() == ["a", "c"]
+    hot = list_objects(gcs.uri, config=gcs.config, storage_classes=["STANDARD", "ARCHIVE"])
+    assert (hot.keys(), hot.other_classes) == (["a", "c"], 1)
+    assert (hot.match("*a").other_classes, pickle.loads(pickle.dumps(hot)).other_classes) == (1, 1)
     assert list_objects(gcs.uri, config=gcs.config, storage_classes=["COLDLINE"]).keys() == []
 
 

@@ -137,7 +137,7 @@ def _read_integer(variable: str, minimum: int) -> int:
     text = os.environ[variable]
     if not text.isdecimal() or int(text) < minimum:
         expected = f"an integer, {minimum} or more" + (", or auto" if variable == "NUM_DEVICES" else "")
-        raise ConfigError(f"{variable} is {text}", fix=f"Give {expected}")
+        raise ConfigError(f"{variable}: expected {expected}, got {text!r}")
     return int(text)
 
 
@@ -145,13 +145,13 @@ def _read_seconds(variable: str) -> float:
     try:
         return float(os.environ[variable])
     except ValueError:
-        raise ConfigError(f"{variable} is {os.environ[variable]}", fix="Give a number of seconds") from None
+        raise ConfigError(f"{variable}: expected a number of seconds, got {os.environ[variable]!r}") from None
 
 
 def _read_switch(variable: str) -> bool:
     text = os.environ[variable].lower()
     if text not in ("0", "1", "false", "true", "no", "yes"):
-        raise ConfigError(f"{variable} is {text}", fix="Give 1 or 0")
+        raise ConfigError(f"{variable}: expected 1 or 0, got {os.environ[variable]!r}")
     return text in ("1", "true", "yes")
 
 

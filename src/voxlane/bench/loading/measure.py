@@ -264,6 +264,9 @@ class _Dataset:
         else:
             # One rank lists for all: at a thousand nodes the lists of the others would be a load of their own.
             self.content = run_on_rank_zero(partial(_open_raw, source.uri, settings))
+            if left_out := self.content.left_out:
+                total = len(self.content) + left_out
+                ranks.print_on_rank_zero(f"{source.uri}: {left_out} of {total} cases left out: no label, or no image")
         self.samples = settings.samples_per_epoch(len(self.content))
 
     def open_stream(self, patch: tuple[int, int, int], cache: DiskCache | None) -> PatchStream:

@@ -54,6 +54,8 @@ class RawDataset:
     manifest: Manifest
     cases: tuple[RawCase, ...]
     """Cases, sorted by id."""
+    left_out: int = 0
+    """Number of cases without a label, or with an image that is missing."""
 
     def __len__(self) -> int:
         return len(self.cases)
@@ -75,7 +77,7 @@ class RawDataset:
 
 def find_cases(manifest: Manifest, document: Any) -> RawDataset:
     """Return the cases of a listing in a layout that `voxlane prepare` accepts. `document` is the content of its
-    dataset.json, if any. Cases without a label, or whose image is missing, are left out."""
+    dataset.json, if any. Cases without a label, or whose image is missing, are left out and counted."""
     folder = len(manifest.folder)
     rows = {key[folder:]: row for row, key in enumerate(manifest.keys())}
     names = [name for name in rows if not posixpath.basename(name).startswith(".")]
@@ -94,7 +96,8 @@ def find_cases(manifest: Manifest, document: Any) -> RawDataset:
         )
     if not cases:
         raise LayoutError("no case has both an image and a label", uri=manifest.uri, fix="Give scans with labels")
-    return RawDataset(manifest, tuple(sorted(cases, key=lambda case: case.id)))
+    left_out = len(draft.cases) - len(cases)
+    return RawDataset(manifest, tuple(sorted(cases, key=lambda case: case.id)), left_out)
 
 
 def decode_case(

@@ -42,7 +42,8 @@ def list_objects(
     concurrency: maximum number of list requests in flight; 1 lists sequentially.
     progress: show a progress bar on stderr; default: if stderr is a terminal.
     generations: list each object's generation as its version, which composed download needs (GCS only).
-    storage_classes: return only objects of these storage classes, such as ["STANDARD"] (GCS only).
+    storage_classes: return only objects of these storage classes, such as ["STANDARD"] (GCS only). The others are
+        counted in `Manifest.other_classes`.
     include_composed: also return the temporary objects of composed downloads.
     folder_markers: also list folder markers.
 
@@ -64,15 +65,17 @@ def list_objects(
     with _progress_bar(uri, progress) as bar:
         workers = concurrency if parsed.scheme in _PARALLEL_SCHEMES else 1
         batches = _list_batches(source, prefix, workers, bar)
-    table = _to_table(batches, storage_classes)
+    table = pa.Table.from_batches(batches) if batches else SCHEMA.empty_table()
     if not include_composed:
         table = _drop_composed(table, parsed.scheme, prefix)
+    table, other_classes = _select_classes(table, storage_classes)
     if not is_ascending(table["key"].combine_chunks()):
         table = table.sort_by("key")
         _check_unique(table["key"].combine_chunks(), uri)
     markers = _is_folder_marker(table)
     count = 0 if folder_markers else int(pc.sum(markers).as_py() or 0)
-    return Manifest(str(parsed), table.filter(pc.invert(markers)) if count else table, count).match(match)
+    listed = table.filter(pc.invert(markers)) if count else table
+    return Manifest(str(parsed), listed, count, other_classes).match(match)
 
 
 def _choose_pages(store: Store, prefix: str, *, generations: bool, storage_class: bool) -> Pages:
@@ -121,15 +124,13 @@ def _list_batches(source: Pages, prefix: str, workers: int, bar: Any) -> list[An
     return batches
 
 
-def _to_table(batches: list[Any], storage_classes: Sequence[str] | None) -> Any:
-    """Return the listed objects as a table; with `storage_classes` only those of these classes."""
-    if not batches:
-        return SCHEMA.empty_table()
-    table = pa.Table.from_batches(batches)
-    if storage_classes is not None:
-        is_allowed = pc.is_in(table["storage_class"], pa.array(list(storage_classes), pa.string()))
-        table = table.filter(is_allowed).drop_columns("storage_class")
-    return table.cast(SCHEMA)
+def _select_classes(table: Any, storage_classes: Sequence[str] | None) -> tuple[Any, int]:
+    """Return the objects of these storage classes, all if it is None, and the number of the others."""
+    if storage_classes is None or not len(table):
+        return table.cast(SCHEMA), 0
+    is_allowed = pc.is_in(table["storage_class"], pa.array(list(storage_classes), pa.string()))
+    selected = table.filter(is_allowed).drop_columns("storage_class")
+    return selected.cast(SCHEMA), len(table) - len(selected)
 
 
 def _drop_composed(table: Any, scheme: str, prefix: str) -> Any:

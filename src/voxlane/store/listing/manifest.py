@@ -38,13 +38,15 @@ Entry = ObjectInfo
 class Manifest:
     """The objects of a listing in key order; an immutable sequence of `Entry`."""
 
-    def __init__(self, uri: str, table: Any, folder_markers: int = 0) -> None:
+    def __init__(self, uri: str, table: Any, folder_markers: int = 0, other_classes: int = 0) -> None:
         self.uri = uri
         """The URI that was listed; keys are complete paths inside its bucket."""
         self.table = table
         """A pyarrow table with the columns key, size, etag and version."""
         self.folder_markers = folder_markers
         """Number of folder markers (empty objects whose keys end in a slash) that the listing left out."""
+        self.other_classes = other_classes
+        """Number of objects that the listing left out, because they have another storage class than those asked for."""
 
     @property
     def root(self) -> str:
@@ -77,7 +79,8 @@ class Manifest:
         return f"Manifest({self.uri!r}, {len(self):,} objects, {self.total_bytes:,} bytes)"
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"uri": self.uri, "table": self.table, "folder_markers": self.folder_markers}
+        counts = {"folder_markers": self.folder_markers, "other_classes": self.other_classes}
+        return {"uri": self.uri, "table": self.table, **counts}
 
     @cached_property
     def _columns(self) -> tuple[Any, Any, Any]:
@@ -139,7 +142,7 @@ class Manifest:
                 "match: an empty list of patterns selects nothing", fix="Leave it out to select all objects"
             )
         mask = reduce(pc.or_, map(self._match_mask, pattern_list))
-        return Manifest(self.uri, self.table.filter(mask), self.folder_markers)
+        return Manifest(self.uri, self.table.filter(mask), self.folder_markers, self.other_classes)
 
     def _match_mask(self, pattern: str) -> Any:
         suffix = pattern[1:]

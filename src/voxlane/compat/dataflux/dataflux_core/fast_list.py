@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,6 +19,7 @@ __all__ = ["DEFAULT_ALLOWED_CLASS", "MODIFIED_RETRY", "ListingController"]
 DEFAULT_ALLOWED_CLASS = ["STANDARD"]
 MODIFIED_RETRY = make_retry(300.0, 1.2, 45.0)
 _CONCURRENCY = 64
+_log = logging.getLogger("voxlane")
 
 
 class ListingController:
@@ -49,7 +51,8 @@ class ListingController:
 
     def run(self) -> list[ListedObject]:
         """Return the name and size in bytes of every object with the prefix and an allowed storage class, sorted.
-        Names that end in a slash, which mark folders, are left out."""
+        Names that end in a slash, which mark folders, are left out. Objects with bytes that are left out are counted
+        in a warning."""
         add_user_agent(self.client)
         if is_foreign_client(self.client):
             return sorted(self._list_with_client())
@@ -64,14 +67,26 @@ class ListingController:
         if self.skip_compose:
             is_hidden = pc.or_(is_hidden, pc.starts_with(manifest.table["key"], COMPOSED_PREFIX))
         table = manifest.table.filter(pc.invert(is_hidden))
+        self._warn_of_omissions(pc.sum(pc.ends_with(manifest.table["key"], "/")).as_py() or 0, manifest.other_classes)
         return ListedObjects(Manifest(manifest.uri, table, manifest.folder_markers))
 
     def _list_with_client(self) -> list[ListedObject]:
-        blobs = self.client.bucket(self.bucket).list_blobs(prefix=self.prefix or "")
-        return [
-            (blob.name, blob.size)
-            for blob in blobs
-            if not blob.name.endswith("/")
-            and not (self.skip_compose and blob.name.startswith(COMPOSED_PREFIX))
-            and blob.storage_class in self.allowed_storage_classes
+        blobs = [
+            blob
+            for blob in self.client.bucket(self.bucket).list_blobs(prefix=self.prefix or "")
+            if not (self.skip_compose and blob.name.startswith(COMPOSED_PREFIX))
         ]
+        allowed = [blob for blob in blobs if blob.storage_class in self.allowed_storage_classes]
+        listed = [blob for blob in allowed if not blob.name.endswith("/")]
+        folders = sum(bool(blob.size) for blob in allowed if blob.name.endswith("/"))
+        self._warn_of_omissions(folders, len(blobs) - len(allowed))
+        return [(blob.name, blob.size) for blob in listed]
+
+    def _warn_of_omissions(self, num_folders: int, num_other_classes: int) -> None:
+        """Log how many objects are left out that are no mere folder markers."""
+        uri = f"gs://{self.bucket}/{self.prefix or ''}"
+        if num_folders:
+            _log.warning("%s: objects left out, because their names end in a slash: %d", uri, num_folders)
+        if num_other_classes:
+            reason = f"their storage class is not {' or '.join(self.allowed_storage_classes) or 'allowed'}"
+            _log.warning("%s: objects left out, because %s: %d", uri, reason, num_other_classes)

@@ -55,6 +55,27 @@ time.sleep(600)
 """
 
 
+END_SPAWNED = """
+import atexit, sys
+from voxlane.processes import SupervisedContext
+
+class Last:
+    def __del__(self):
+        print("dismantled", flush=True)
+
+def work():
+    sys.last = Last()
+    atexit.register(print, "exit function")
+    raise SystemExit(3)
+
+if __name__ == "__main__":
+    process = SupervisedContext().Process(target=work)
+    process.start()
+    process.join()
+    print(process.exitcode)
+"""
+
+
 def wait_for(condition: Callable[[], object]) -> None:
     deadline = time.monotonic() + 60
     while not condition():
@@ -178,3 +199,9 @@ def test_sigterm_ends_a_command_with_143(tmp_path: Path) -> None:
         _, errors = process.communicate(timeout=60)
     assert "Traceback" not in errors
     assert process.returncode in (0, 143)
+
+
+def test_children_end_after_their_exit_functions_without_dismantling_the_interpreter(tmp_path: Path) -> None:
+    (tmp_path / "program.py").write_text(END_SPAWNED)
+    done = subprocess.run([sys.executable, tmp_path / "program.py"], capture_output=True, text=True, check=True)
+    assert (done.stdout.split("\n"), done.stderr) == (["exit function", "3", ""], "")

@@ -8,6 +8,8 @@ another process started the child (multiprocessing's forkserver), the child watc
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import ctypes
 import functools
 import hashlib
@@ -162,7 +164,19 @@ def make_death_hook() -> Callable[[], None]:
 
 
 class SupervisedProcess(SpawnProcess):
-    """A spawned process that ends with its parent from before its target is imported, which may take seconds."""
+    """A spawned process that ends with its parent from before its target is imported, which may take seconds.
+
+    Like a forked process, it ends without dismantling the interpreter: that unwinds threads of torch and gloo which
+    still run, and std::terminate then ends a process whose work is done with SIGABRT.
+    """
+
+    def _bootstrap(self, parent_sentinel: Any = None) -> int:
+        status: int = super()._bootstrap(parent_sentinel=parent_sentinel)  # type: ignore[misc]
+        atexit._run_exitfuncs()
+        with contextlib.suppress(OSError, ValueError):  # nobody reads, or they are closed
+            sys.stdout.flush()
+            sys.stderr.flush()
+        os._exit(status)
 
     def __reduce__(self) -> Any:
         return _rebuild_process, (Parent.current(), bytes(ForkingPickler.dumps(self.__dict__)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import subprocess
 import sys
@@ -13,6 +14,8 @@ import pytest
 import voxlane
 from tests.conftest import Bucket
 from voxlane import Manifest
+from voxlane.cli import main as main_module
+from voxlane.cli.main import main
 from voxlane.testing import Emulator
 
 Put = Callable[[Bucket, dict[str, bytes]], None]
@@ -165,3 +168,33 @@ def test_public_names() -> None:
         assert getattr(voxlane, name) is not None
     with pytest.raises(AttributeError, match="MapDatset"):
         _ = voxlane.MapDatset  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        MemoryError(),
+        RuntimeError("can't start new thread"),
+        ImportError("libtorch_cpu.so: failed to map segment from shared object"),
+        OSError(errno.ENOMEM, os.strerror(errno.ENOMEM)),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_lack_of_memory_is_one_line(
+    error: Exception, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(words: list[str]) -> int:
+        raise error
+
+    monkeypatch.setattr(main_module, "_run", fail)
+    assert main(["ls", "x"]) == 1
+    assert capsys.readouterr().err.startswith("voxlane: memory ran out. Use a machine with more")
+
+
+def test_other_errors_are_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(words: list[str]) -> int:
+        raise RuntimeError("a defect")
+
+    monkeypatch.setattr(main_module, "_run", fail)
+    with pytest.raises(RuntimeError, match="a defect"):
+        main(["ls", "x"])

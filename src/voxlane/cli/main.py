@@ -7,6 +7,7 @@ runs; `voxlane.cli.flags` says how to declare one.
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -104,6 +105,10 @@ Examples:
 """
 
 
+_LACK_OF_MEMORY = re.compile("can't start new thread|failed to map segment|cannot allocate memory", re.IGNORECASE)
+"""What Python, the loader of shared libraries and the system say when a process may have no more memory."""
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return the exit status. A user's mistake is one line on stderr, never a traceback."""
     # Torch reads this when it is loaded. Threads that spin while they wait for each other take the processor from those
@@ -129,12 +134,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except VoxlaneError as error:
         print(f"voxlane: {error}{_suggest_path(error.uri)}", file=sys.stderr)
         return 1
-    except MemoryError:
-        print("voxlane: memory ran out. Use a machine with more, or raise the limit (ulimit -v)", file=sys.stderr)
-        return 1
     except BrokenPipeError:  # the reader of our output went away, as `head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+    except (MemoryError, RuntimeError, ImportError, OSError) as error:
+        if not isinstance(error, MemoryError) and not _LACK_OF_MEMORY.search(str(error)):
+            raise
+        print("voxlane: memory ran out. Use a machine with more, or raise the limit (ulimit -v)", file=sys.stderr)
+        return 1
     except KeyboardInterrupt as interrupt:
         from voxlane.cli.signals import TerminatedError
 

@@ -143,9 +143,9 @@ def make_trainer(
             data_parallel_size=rank_info.world_size,
             tensor_parallel_size=1,
             save_distributed_checkpoint=False,
-            checkpoint_io=BucketCheckpointIO(run.config, before_save=run.check_lease),
             store_config=run.config,
         )
+        strategy.checkpoint_io = BucketCheckpointIO(run.config, before_save=run.check_lease)
     else:
         plugins.append(checkpoint_io)
     trainer = pl.Trainer(

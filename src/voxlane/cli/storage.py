@@ -76,7 +76,8 @@ class LsCommand(StoreOptions, ProgressOptions):
             manifest.save(self.save, config)
             print(f"{total} -> {self.save}")
         elif self.total:
-            print(f"{total} ({manifest.total_bytes:,} bytes), {bucket.counters.read().requests:,} list requests")
+            requests = bucket.counters.read().requests
+            print(f"{total} ({manifest.total_bytes:,} bytes), {requests:,} list request{'s' * (requests != 1)}")
         elif self.long:
             for entry in manifest:
                 print(f"{entry.size:>15,}  {entry.etag or '-':<36} {manifest.root}{_printable(entry.key)}")

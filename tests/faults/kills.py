@@ -132,7 +132,7 @@ class KillHarness:
             Scenario(
                 "stage",
                 lambda target: ["stage", self.data, str(target)],
-                lambda target: any(target.rglob("prepared.json")),
+                lambda target: any(target.rglob("staged.json")),
             ),
             Scenario(
                 "bench loading",

@@ -95,7 +95,8 @@ def test_user_mistakes_give_one_line(tmp_path: Path) -> None:
     assert "--restore URI (or CKPT_RESTORE_PATH)" in fails(tmp_path, "--load-only", "--dir", "c", status=2)
     message = "--saves: expected a value greater than or equal to 1, got 0"
     assert message in fails(tmp_path, "--dir", "c", "--saves", "0")
-    assert "NUM_LAYERS is ten" in fails(tmp_path, "--dir", "c", NUM_LAYERS="ten")
+    message = "NUM_LAYERS: expected an integer, 1 or more, got 'ten'"
+    assert message in fails(tmp_path, "--dir", "c", NUM_LAYERS="ten")
     assert "unknown accelerator 'tpu'" in fails(tmp_path, "--dir", "c", "--no-plot", ACCELERATOR="tpu")
     assert "Give --mount DIR" in fails(tmp_path, "--dir", "gs://b/c", "--strategy", "filesystem")
     assert "cannot write the result file" in fails(tmp_path, "--dir", "c", "--out", "nowhere/r.json")

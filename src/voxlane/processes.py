@@ -120,6 +120,8 @@ def end_with_parent(parent: Parent) -> None:
         if os.getppid() != parent.process.pid:  # it ended before the request
             os._exit(_STATUS_OF_ORPHAN)
         return
+    if parent.process.has_ended():  # at once: a thread might have to wait while this one imports torch
+        os._exit(_STATUS_OF_ORPHAN)
     threading.Thread(target=_watch, args=(parent.process,), name="voxlane-parent", daemon=True).start()
 
 
@@ -170,6 +172,15 @@ class SupervisedProcess(SpawnProcess):
     still run, and std::terminate then ends a process whose work is done with SIGABRT.
     """
 
+    def start(self) -> None:
+        """Start the process. Ctrl-C reaches all processes of a terminal, and this one would print a traceback if it
+        still imports its target: its parent, which ends it, handles it alone."""
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        try:
+            super().start()
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
     def _bootstrap(self, parent_sentinel: Any = None) -> int:
         status: int = super()._bootstrap(parent_sentinel=parent_sentinel)  # type: ignore[misc]
         atexit._run_exitfuncs()
@@ -184,6 +195,8 @@ class SupervisedProcess(SpawnProcess):
 
 def _rebuild_process(parent: Parent, state: bytes) -> SupervisedProcess:
     end_with_parent(parent)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     process = SupervisedProcess.__new__(SupervisedProcess)
     process.__dict__.update(ForkingPickler.loads(state))
     return process

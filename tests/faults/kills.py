@@ -195,11 +195,12 @@ class KillHarness:
         number = self._random.choice(SIGNALS)
         to_group = self._random.random() < 0.25
         kill = f"{scenario.name}, {number.name} {'to the group ' if to_group else ''}after {moment_s:.1f} s"
-        has_ended = True
+        has_ended, started = True, set()
         try:
             process.wait(moment_s)
         except subprocess.TimeoutExpired:
             has_ended = False
+            started = set(self._list_marked())
             if to_group:
                 os.killpg(process.pid, number)
             else:
@@ -211,7 +212,10 @@ class KillHarness:
             self.counts.statuses.append(f"{kill}: did not end within {_END_S:.0f} s")
             process.kill()
         deadline = time.monotonic() + ORPHAN_S
-        while (orphans := self._list_marked()) and time.monotonic() < deadline:
+        # A process that is ending has lost its environment, and still counts as running for its successors.
+        while (orphans := self._list_marked()) or any(map(_is_running, started)):
+            if time.monotonic() > deadline:
+                break
             time.sleep(0.1)
         self.counts.orphans += [f"{kill}: {line}" for line in orphans.values()]
         for pid in orphans:
@@ -269,6 +273,13 @@ class KillHarness:
             if mark in environment.split(b"\0") and state not in "ZX":
                 marked[pid] = words[:300]
         return marked
+
+
+def _is_running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
 
 
 def _is_ended(name: str) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -12,7 +13,7 @@ from torch.utils.data import BatchSampler, default_collate
 from voxlane.dataset.base import OrderedDataset, Skipped
 from voxlane.dataset.map import MapDataset
 from voxlane.errors import ConfigError, VoxlaneError
-from voxlane.processes import Parent, init_loader_worker
+from voxlane.processes import Parent, SupervisedContext, init_loader_worker
 from voxlane.temporary import mark_children
 
 
@@ -62,6 +63,9 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
             )
         if not isinstance(batch_size, int) or batch_size < 1:
             raise ConfigError(f"batch_size must be an integer of at least 1, got {batch_size}")
+        method = arguments.get("multiprocessing_context") or multiprocessing.get_start_method()
+        if arguments.get("num_workers") and method == "spawn":  # as in processes that were spawned themselves
+            arguments["multiprocessing_context"] = SupervisedContext()
         collate = partial(_collate_remaining, collate_fn or default_collate)
         self._taken_batches = 0
         self._batches_before = 0

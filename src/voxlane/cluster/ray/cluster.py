@@ -5,22 +5,27 @@ Pure functions over `RayNode`s decide which workers fit; `open_cluster` and the 
 
 from __future__ import annotations
 
+import getpass
 import importlib
 import logging
 import math
 import os
+import re
 import signal
 import socket
+import subprocess
+import sys
 import tempfile
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent import futures
 from concurrent.futures import Future
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+from voxlane.cluster.ray import reaper
 from voxlane.errors import ClusterError, ConfigError, LostError, MissingExtraError
 from voxlane.temporary import make_short_folder, remove_short_folder
 
@@ -164,12 +169,15 @@ def open_cluster(address: str | None = None, *, cpus: float | None = None) -> It
         return
     with ExitStack() as cleanup:
         arguments: dict[str, Any] = {"address": address}
+        environment: Any = nullcontext()
         if address is None:
             parent = tempfile.gettempdir()
             if len(os.fsencode(parent)) + 20 + _SESSION_NAME_BYTES > _SOCKET_PATH_BYTES:
                 parent = "/tmp"  # the paths of Ray's sockets would be too long for the system
             folder = make_short_folder(parent)
             cleanup.callback(remove_short_folder, folder)
+            cleanup.enter_context(_reap_processes(folder))
+            environment = _temporary_files_in(folder)
             arguments = {
                 "address": "local",
                 "num_cpus": cpus,
@@ -179,16 +187,50 @@ def open_cluster(address: str | None = None, *, cpus: float | None = None) -> It
             }
         elif address != "auto":
             _check_reachable(address)
+        # Ray installs handlers of SIGTERM: one in Python, that exits with status 15, and one that prints a stack trace.
         handler = signal.getsignal(signal.SIGTERM)
+        cleanup.callback(setattr, ray._private.utils, "set_sigterm_handler", ray._private.utils.set_sigterm_handler)
+        ray._private.utils.set_sigterm_handler = lambda handler: None
         try:
-            ray.init(**arguments, log_to_driver=False, logging_level=logging.CRITICAL)
+            with environment:
+                ray.init(**arguments, log_to_driver=False, logging_level=logging.CRITICAL)
         except Exception as error:  # noqa: BLE001 - Ray raises any type; each is translated
             raise _explain_connection_error(address, error) from None
         cleanup.callback(ray.shutdown)
         if callable(handler) and threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGTERM, handler)  # Ray installs its own, which aborts the process
+            signal.signal(signal.SIGTERM, handler)
         ray._private.worker._worker_logs_enabled = False  # voxlane itself reports dead workers
         yield ray.get_runtime_context().gcs_address
+
+
+@contextmanager
+def _reap_processes(folder: str) -> Iterator[None]:
+    """End the processes of the cluster whose folder this is after the block, or when this process ends."""
+    if not os.path.exists("/proc/self/environ"):
+        yield
+        return
+    command = [sys.executable, "-I", "-S", reaper.__file__, folder]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True):
+        yield  # then the input is closed, and the reaper is waited for
+
+
+@contextmanager
+def _temporary_files_in(folder: str) -> Iterator[None]:
+    """Let the processes that are started in the block put their temporary files into a folder. Caches of compiled code
+    stay where they are."""
+    user = re.sub(r'[\\/:*?"<>|]', "_", getpass.getuser())  # as torch does
+    cache = os.path.join(tempfile.gettempdir(), f"torchinductor_{user}")
+    environment = {"TORCHINDUCTOR_CACHE_DIR": cache, **os.environ, "TMPDIR": folder}
+    before = {name: os.environ.get(name) for name in ("TORCHINDUCTOR_CACHE_DIR", "TMPDIR")}
+    os.environ.update(environment)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
 
 
 def list_nodes() -> list[RayNode]:

@@ -30,7 +30,8 @@ def test_all_processes_end_with_the_driver(killed: bool) -> None:
     command = [sys.executable, "-c", DRIVER]
     before = set(Path("/tmp").glob("voxlane-*"))
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment, text=True) as driver:
-        assert driver.stdout is not None and driver.stdout.readline() == "ready\n"
+        assert driver.stdout is not None
+        assert driver.stdout.readline() == "ready\n"
         folders = [str(path) for path in {*Path("/tmp").glob("voxlane-*")} - before]
         assert any(map(find_processes, folders))
         if killed:

@@ -94,6 +94,8 @@ class ObjectReader:
 
     def _submit_plain(self, entry: Entry) -> PendingObject:
         is_bulk = entry.size >= _BULK_BYTES
+        if not is_bulk and entry.size <= self._store.config.part_bytes and self._cache is None:
+            return PendingObject([self._store.submit_whole(entry.key, size=entry.size, etag=entry.etag)])
         submit = self._store.submit_part if is_bulk else self._store.submit
         # For smaller objects, and for one request of the engine, reading into given memory would take longer.
         if entry.size <= self._store.config.part_bytes and not (is_bulk and self._store.receives_directly):

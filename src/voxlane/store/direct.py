@@ -74,7 +74,8 @@ class DirectStore:
         self._root = f"{scheme}://{bucket}/"
         self._is_azure = scheme == "az"
         self._config = config
-        self._pool = HttpPool(self._service.endpoint, config)
+        self.pool = HttpPool(self._service.endpoint, config)
+        """Connections of `get` and the like."""
         # S3 sends the checksums that it has only to those who ask.
         self._checksum_headers = {"x-amz-checksum-mode": "ENABLED"} if scheme == "s3" and config.verify != "off" else {}
 
@@ -101,11 +102,23 @@ class DirectStore:
                 self._describe(response),
                 None if byte_range is None else (start, stop),
                 self._root + key,
-                self._find_checksum(response, is_range=byte_range is not None),
+                self._find_checksum(response.headers, is_range=byte_range is not None),
             )
         except BaseException:
             stack.close()
             raise
+
+    def encode_get(self, key: str) -> bytes:
+        """Return the request for a whole object, with credentials."""
+        return self.pool.encode("GET", *self._address("GET", key, None, self._checksum_headers, None))[0]
+
+    def check_whole(self, headers: Mapping[str, str], body: bytes, key: str) -> None:
+        """Raise WrongBytesError unless an object has the checksum that the headers of its response state, if any."""
+        checksum = self._find_checksum(headers, is_range=False)
+        if checksum is not None:
+            hasher = checksum.new_hasher()
+            hasher.update(body)
+            checksum.check(hasher.digest(), self._root + key)
 
     def head(self, key: str) -> dict[str, Any]:
         """Return the size and version of an object, and the service's checksum of it."""
@@ -116,7 +129,7 @@ class DirectStore:
             return {
                 **self._describe(response),
                 "last_modified": None if modified is None else parsedate_to_datetime(modified),
-                "checksum": self._find_checksum(response, is_range=False),
+                "checksum": self._find_checksum(response.headers, is_range=False),
             }
 
     def list_page(self, prefix: str, start_after: str | None, token: str | None) -> ListPage:
@@ -244,20 +257,28 @@ class DirectStore:
         """Send a request on `key`, or on the bucket if it is empty; raise for an error status. `refusals` has the
         errors for statuses that mean something special to this request."""
         uri = self._root + (key or (query or {}).get("prefix", ""))
-        target = f"{self._service.root}/{self._service.quote(key)}" if key else self._service.root
-        if query:
-            target += "?" + urllib.parse.urlencode(query, quote_via=urllib.parse.quote)
-        target, signed = self._sign(method, target, headers or {}, body, uri)
-        if key and self._root.startswith("gs:"):
-            # Ask for the stored bytes: GCS unpacks objects with Content-Encoding gzip for other clients.
-            signed = {**signed, "Accept-Encoding": "gzip"}
-        with self._pool.request(method, target, signed, body, uri=uri) as response:
+        target, signed = self._address(method, key, query, headers, body)
+        with self.pool.request(method, target, signed, body, uri=uri) as response:
             if response.status >= 300:
                 error = translate_response(response.status, response.read_error(), uri)
                 raise (refusals or {}).get(response.status, error)
             if "etag" not in response.headers and response.headers.get("content-type", "").startswith("text/html"):
                 raise TransientError("the response is an HTML page, not the service's", uri)
             yield response
+
+    def _address(
+        self, method: str, key: str, query: Mapping[str, str] | None, headers: Mapping[str, str] | None, body: Any
+    ) -> tuple[str, dict[str, str]]:
+        """Return the target of a request and its headers, with credentials."""
+        target = f"{self._service.root}/{self._service.quote(key)}" if key else self._service.root
+        if query:
+            target += "?" + urllib.parse.urlencode(query, quote_via=urllib.parse.quote)
+        uri = self._root + (key or (query or {}).get("prefix", ""))
+        target, signed = self._sign(method, target, headers or {}, body, uri)
+        if key and self._root.startswith("gs:"):
+            # Ask for the stored bytes: GCS unpacks objects with Content-Encoding gzip for other clients.
+            signed = {**signed, "Accept-Encoding": "gzip"}
+        return target, signed
 
     def _sign(
         self, method: str, target: str, headers: Mapping[str, str], body: Any, uri: str
@@ -268,11 +289,11 @@ class DirectStore:
             needed_for = "the byte engine cannot send this request, and sending it without"
             raise MissingExtraError.of(self._service.extra, needed_for, uri=uri) from None
 
-    def _find_checksum(self, response: HttpResponse, *, is_range: bool) -> ServiceChecksum | None:
+    def _find_checksum(self, headers: Mapping[str, str], *, is_range: bool) -> ServiceChecksum | None:
         """Return the checksum that the bytes of a whole object are compared with."""
         if self._config.verify == "off":
             return None
-        checksum = find_service_checksum(response.headers, is_s3=self._root.startswith("s3:"), is_range=is_range)
+        checksum = find_service_checksum(headers, is_s3=self._root.startswith("s3:"), is_range=is_range)
         is_wanted = checksum is not None and (self._config.verify == "all" or checksum.algorithm.startswith("crc"))
         return checksum if is_wanted else None
 

@@ -6,6 +6,7 @@ Paths are sent exactly as given. HTTP libraries resolve `..` and join slashes, w
 from __future__ import annotations
 
 import contextlib
+import functools
 import http.client
 import re
 import ssl
@@ -22,7 +23,7 @@ from voxlane.errors import ConfigError, VoxlaneError
 from voxlane.store.config import StoreConfig
 from voxlane.store.translate import TransientError, describe_connection_error
 
-_MAX_IDLE_S = 15.0
+MAX_IDLE_S = 15.0
 """Connections that were idle for longer are closed, because servers close them at about that time."""
 _MAX_LINE_BYTES = 64 << 10
 _MAX_HEADERS = 200
@@ -139,15 +140,9 @@ class HttpResponse(HTTPResponse):
         arrived = self.fp.peek()  # nearly always all of the header, which is faster to read at once
         end = arrived.find(b"\r\n\r\n")
         block = self._read_header_lines() if end < 0 or arrived.startswith(b"\r\n") else self.fp.read(end + 4)[:-2]
-        lines = block.decode("latin-1").split("\n")[:-1]
-        if len(lines) > _MAX_HEADERS:
+        if block.count(b"\n") > _MAX_HEADERS:
             raise http.client.HTTPException(f"the response has more than {_MAX_HEADERS} headers")
-        headers: dict[str, str] = {}
-        for text in lines:
-            name, _, value = text.partition(":")
-            name, value = name.lower(), value.strip()
-            headers[name] = f"{headers[name]}, {value}" if name in headers else value
-        return headers
+        return parse_headers(block)
 
     def _read_header_lines(self) -> bytes:
         """Return the lines of the header, line by line, up to the empty one."""
@@ -159,6 +154,18 @@ class HttpResponse(HTTPResponse):
         return b"".join(lines)
 
 
+def parse_headers(block: bytes) -> dict[str, str]:
+    """Return the headers in the lines of `block` by their names in lower case; values of headers that come more than
+    once are joined with commas."""
+    headers: dict[str, str] = {}
+    for line in block.decode("latin-1").split("\n"):
+        name, colon, value = line.partition(":")
+        if colon:
+            name, value = name.lower(), value.strip()
+            headers[name] = f"{headers[name]}, {value}" if name in headers else value
+    return headers
+
+
 class HttpPool:
     """Connections to one server, which are kept open and shared by all threads."""
 
@@ -168,7 +175,6 @@ class HttpPool:
         self._idle: deque[tuple[float, HTTPConnection]] = deque()
         # Not `__del__`: in a reference cycle the sockets' finalizers could run first, and warn.
         weakref.finalize(self, _close_all, self._idle)
-        self._tls: ssl.SSLContext | None = None
         if self._endpoint.scheme not in _DEFAULT_PORTS:
             raise ConfigError(
                 "the endpoint must start with http:// or https://",
@@ -180,13 +186,28 @@ class HttpPool:
         host = self._endpoint.netloc.rpartition("@")[2]
         self._host = host.removesuffix(f":{_DEFAULT_PORTS[self._endpoint.scheme]}")
 
+    @property
+    def address(self) -> tuple[str, int]:
+        """Host and port of the server."""
+        return self._endpoint.hostname or "", self._endpoint.port or _DEFAULT_PORTS[self._endpoint.scheme]
+
+    @property
+    def has_proxy(self) -> bool:
+        """Whether requests go through a proxy that the environment names."""
+        return self._proxy is not None
+
+    @functools.cached_property
+    def tls(self) -> ssl.SSLContext | None:
+        """How to encrypt connections; None for http."""
+        return ssl.create_default_context() if self._endpoint.scheme == "https" else None
+
     @contextlib.contextmanager
     def request(
         self, method: str, target: str, headers: Mapping[str, str], body: Any = None, *, uri: str
     ) -> Iterator[HttpResponse]:
         """Send a request and yield its response, whatever its status. `target` is the path and query, percent-encoded.
         Raises TransientError, which names `uri`, if the connection fails before the response was read."""
-        message = self._encode(method, target, headers, body)
+        message = self.encode(method, target, headers, body)
         connection, is_reused = self._acquire()
         response = None
         try:
@@ -211,7 +232,7 @@ class HttpPool:
                 if response is not None:
                     response.close()
 
-    def _encode(self, method: str, target: str, headers: Mapping[str, str], body: Any) -> tuple[bytes, Any]:
+    def encode(self, method: str, target: str, headers: Mapping[str, str], body: Any = None) -> tuple[bytes, Any]:
         """Return the head of the request and its body."""
         if self._proxy and self._endpoint.scheme == "http":
             target = f"http://{self._endpoint.netloc}{target}"  # this proxy needs the complete URL
@@ -238,7 +259,7 @@ class HttpPool:
                 since_s, connection = self._idle.pop()
             except IndexError:
                 return self._connect(), False
-            if time.monotonic() - since_s < _MAX_IDLE_S:
+            if time.monotonic() - since_s < MAX_IDLE_S:
                 return connection, True
             connection.close()
 
@@ -248,11 +269,9 @@ class HttpPool:
         address, proxy = self._endpoint.netloc, self._proxy
         if scheme == "http":
             return HTTPConnection(urllib.parse.urlsplit(proxy).netloc if proxy else address, timeout=timeout_s)
-        if self._tls is None:
-            self._tls = ssl.create_default_context()
         if not proxy:
-            return HTTPSConnection(address, timeout=timeout_s, context=self._tls)
-        connection = HTTPSConnection(urllib.parse.urlsplit(proxy).netloc, timeout=timeout_s, context=self._tls)
+            return HTTPSConnection(address, timeout=timeout_s, context=self.tls)
+        connection = HTTPSConnection(urllib.parse.urlsplit(proxy).netloc, timeout=timeout_s, context=self.tls)
         connection.set_tunnel(host, self._endpoint.port)
         return connection
 

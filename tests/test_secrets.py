@@ -13,10 +13,10 @@ import pytest
 
 from tests.conftest import RETRY, Bucket
 from tests.train import tiny_runs
-from voxlane import Store, StoreConfig
+from voxlane import RetryConfig, Store, StoreConfig
 from voxlane.bench.report import ResultFile
 from voxlane.cli.main import COMMANDS, is_group, load_parser, main
-from voxlane.errors import ConfigError, VoxlaneError
+from voxlane.errors import ConfigError, UnavailableError, VoxlaneError
 from voxlane.redaction import (
     find_secrets,
     hide_from_process_list,
@@ -28,7 +28,10 @@ from voxlane.redaction import (
     redact_words,
 )
 from voxlane.settings import iterate_fields, record_fields
+from voxlane.store.counters import RequestCounters
+from voxlane.store.retry import Retrier
 from voxlane.store.staging.local_store import CopyOrigin
+from voxlane.store.translate import TransientError
 from voxlane.testing import Access, Emulator
 
 SECRET = "S3CR3T-value"
@@ -131,6 +134,19 @@ def test_usage_errors_do_not_repeat_secrets(capsys: pytest.CaptureFixture[str]) 
     main(["ls", "gs://b", f"store.token={SECRET}"])
     main(["train", "gs://b", "--run", "gs://r", f"store={{token: {SECRET}"])
     assert SECRET not in "".join(capsys.readouterr())
+
+
+def test_warnings_about_retries_do_not_repeat_secrets(caplog: pytest.LogCaptureFixture) -> None:
+    uri = f"https://h/k?sig={SECRET}"
+    retrier = Retrier(RetryConfig(deadline_s=1.0, initial_delay_s=0.001, max_delay_s=0.001))
+
+    def fail() -> None:
+        raise TransientError(f"GET {uri} failed", uri)
+
+    with pytest.raises(UnavailableError) as caught:
+        retrier.call("get", uri, fail, RequestCounters())
+    assert "retrying for up to 1 s" in caplog.text
+    assert SECRET not in caplog.text + str(caught.value)
 
 
 def test_records_of_copies_and_benchmarks(tmp_path: Path) -> None:

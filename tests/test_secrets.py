@@ -13,6 +13,7 @@ import pytest
 
 from tests.conftest import RETRY, Bucket
 from tests.train import tiny_runs
+from tests.tune import spaces
 from voxlane import RetryConfig, Store, StoreConfig
 from voxlane.bench.report import ResultFile
 from voxlane.cli.main import COMMANDS, is_group, load_parser, main
@@ -33,6 +34,9 @@ from voxlane.store.retry import Retrier
 from voxlane.store.staging.local_store import CopyOrigin
 from voxlane.store.translate import TransientError
 from voxlane.testing import Access, Emulator
+from voxlane.train.run import Run
+from voxlane.tune import runner
+from voxlane.tune.space import parse_space
 
 SECRET = "S3CR3T-value"
 
@@ -248,6 +252,19 @@ def test_a_run_stores_none_and_says_what_to_give_again(
     assert "give them again" in printed
     status, printed = run([*words, *secrets, "--resume", "epochs=2"])
     assert status == 0, printed
+
+
+def test_a_search_stores_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    values = spaces.space({"trials": 2})
+    command = ["voxlane", "tune", "space.yaml", "d", "--endpoint", f"http://u:{SECRET}@h", f"store={{token: {SECRET}}}"]
+    search = runner._new_search(Run(str(tmp_path)), parse_space(values), "d", command)
+    assert SECRET not in search.to_json()
+    (tmp_path / "space.json").write_text(json.dumps(values))
+    words = ["tune", str(tmp_path / "space.json"), "d", "--run", str(tmp_path / "out")]
+    assert main([*words, f"store.token={SECRET}"]) == 1
+    printed = "".join(capsys.readouterr())
+    assert "store: settings of the bucket are no part of a space. Give them with --config FILE" in printed
+    assert SECRET not in printed
 
 
 def _write_store(folder: Path, config: StoreConfig) -> str:

@@ -211,8 +211,6 @@ def _add_intensities() -> None:
     add_array("integers that float32 rounds", "warning", "are rounded", make_image().astype(np.int32) + 2**25)
     add_array("blank slices", "warning", "slices have a single value", blank)
     add_array("two values", "warning", "this may be a label", (make_image() > 0).astype(np.uint8) * 5)
-    normalised = image / np.float32(2000)
-    add_array("normalised CT", "warning", "which are stored as integers", normalised, only_prepare=True)
     add_array("complex numbers", "error", "complex64", image.astype(np.complex64))
     add_array("CT in other units", "warning", "expected Hounsfield units", make_image() + 1000, only_prepare=True)
     add_array("two channels", "error", "2 channels", np.stack([image, image + 1], -1))

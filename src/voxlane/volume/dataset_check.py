@@ -21,7 +21,7 @@ from voxlane.volume.case_workers import CaseTask, CaseWorkers
 from voxlane.volume.dataset_discovery import SourceDataset, discover
 from voxlane.volume.outliers import CaseSummary, find_outliers, summarize_case
 
-CHECKS_VERSION = 4
+CHECKS_VERSION = 3
 """Version of the checks of a case; recorded results of another version are not used."""
 
 

@@ -31,8 +31,6 @@ _MIN_POSSIBLE = 1e-20
 _MAX_EXACT = 2.0**24
 """Larger integers are rounded in float32."""
 _MAX_BLANK_SHARE = 0.5
-_MIN_CT_RANGE = 50.0
-"""Hounsfield units between the smallest and the largest voxel of any CT; other images are probably normalised."""
 _MAX_LABEL_VALUES = 4
 """An image with this many different values or fewer is probably a label."""
 _MAX_GROWTH = 64.0
@@ -134,9 +132,6 @@ def _check_channel(
         findings.append((f"voxels have only the values {shown}; this may be a label", False))
     elif name == "CT" and low >= 0:
         findings.append((f"CT without negative values ({low:g} to {high:g}); expected Hounsfield units", False))
-    elif name == "CT" and high - low < _MIN_CT_RANGE:
-        text = f"CT with values from {low:g} to {high:g} only; expected Hounsfield units, which are stored as integers"
-        findings.append((text, False))
     return findings
 
 

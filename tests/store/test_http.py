@@ -144,7 +144,8 @@ def test_user_and_password_of_a_url_are_a_header_and_no_host(serve: Serve, monke
     pool, requests = serve(b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n")
     host, port = pool.address
     url = f"http://me:p%40ss@{host}:{port}"
-    for headers, expected in (({}, b"Authorization: Basic bWU6cEBzcw=="), ({"Authorization": "own"}, b"own")):
+    own: dict[str, str] = {"Authorization": "own"}
+    for headers, expected in ((dict[str, str](), b"Authorization: Basic bWU6cEBzcw=="), (own, b"Authorization: own")):
         with HttpPool(url, StoreConfig()).request("GET", "/k", headers, uri="gs://b/k") as response:
             response.read()
         assert expected in requests[-1]

@@ -13,10 +13,11 @@ import pytest
 
 from tests.conftest import RETRY, Bucket
 from tests.train import tiny_runs
-from voxlane import Store, StoreConfig
+from tests.tune import spaces
+from voxlane import RetryConfig, Store, StoreConfig
 from voxlane.bench.report import ResultFile
 from voxlane.cli.main import COMMANDS, is_group, load_parser, main
-from voxlane.errors import ConfigError, VoxlaneError
+from voxlane.errors import ConfigError, UnavailableError, VoxlaneError
 from voxlane.redaction import (
     find_secrets,
     hide_from_process_list,
@@ -28,8 +29,14 @@ from voxlane.redaction import (
     redact_words,
 )
 from voxlane.settings import iterate_fields, record_fields
+from voxlane.store.counters import RequestCounters
+from voxlane.store.retry import Retrier
 from voxlane.store.staging.local_store import CopyOrigin
+from voxlane.store.translate import TransientError
 from voxlane.testing import Access, Emulator
+from voxlane.train.run import Run
+from voxlane.tune import runner
+from voxlane.tune.space import parse_space
 
 SECRET = "S3CR3T-value"
 
@@ -133,6 +140,19 @@ def test_usage_errors_do_not_repeat_secrets(capsys: pytest.CaptureFixture[str]) 
     assert SECRET not in "".join(capsys.readouterr())
 
 
+def test_warnings_about_retries_do_not_repeat_secrets(caplog: pytest.LogCaptureFixture) -> None:
+    uri = f"https://h/k?sig={SECRET}"
+    retrier = Retrier(RetryConfig(deadline_s=1.0, initial_delay_s=0.001, max_delay_s=0.001))
+
+    def fail() -> None:
+        raise TransientError(f"GET {uri} failed", uri)
+
+    with pytest.raises(UnavailableError) as caught:
+        retrier.call("get", uri, fail, RequestCounters())
+    assert "retrying for up to 1 s" in caplog.text
+    assert SECRET not in caplog.text + str(caught.value)
+
+
 def test_records_of_copies_and_benchmarks(tmp_path: Path) -> None:
     assert CopyOrigin("gs://b", f"http://user:{SECRET}@host").endpoint == "http://***@host"
     result = {
@@ -232,6 +252,19 @@ def test_a_run_stores_none_and_says_what_to_give_again(
     assert "give them again" in printed
     status, printed = run([*words, *secrets, "--resume", "epochs=2"])
     assert status == 0, printed
+
+
+def test_a_search_stores_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    values = spaces.space({"trials": 2})
+    command = ["voxlane", "tune", "space.yaml", "d", "--endpoint", f"http://u:{SECRET}@h", f"store={{token: {SECRET}}}"]
+    search = runner._new_search(Run(str(tmp_path)), parse_space(values), "d", command)
+    assert SECRET not in search.to_json()
+    (tmp_path / "space.json").write_text(json.dumps(values))
+    words = ["tune", str(tmp_path / "space.json"), "d", "--run", str(tmp_path / "out")]
+    assert main([*words, f"store.token={SECRET}"]) == 1
+    printed = "".join(capsys.readouterr())
+    assert "store: settings of the bucket are no part of a space. Give them with --config FILE" in printed
+    assert SECRET not in printed
 
 
 def _write_store(folder: Path, config: StoreConfig) -> str:

@@ -271,6 +271,9 @@ def test_misspelt_file_gets_a_suggestion(tmp_path: Path, capsys: pytest.CaptureF
     (tmp_path / "kits19" / "scans").mkdir(parents=True)
     assert main(["ls", str(tmp_path / "kits91" / "scans")]) == 1
     assert f"Did you mean {tmp_path}/kits19?" in capsys.readouterr().err, "a folder on the way"
+    (tmp_path / "scan.nii.gz").symlink_to(tmp_path / "nowhere")
+    assert main(["check", str(tmp_path / "scan.nii.gz")]) == 1
+    assert "Did you mean" not in capsys.readouterr().err, "a link to nothing is spelt right"
 
 
 @pytest.mark.parametrize("words", ["train --fields", "--help", "train --help", "app fields"])

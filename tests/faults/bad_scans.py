@@ -496,6 +496,7 @@ def _add_special_files() -> None:
     add("pipe", "not a regular file", os.mkfifo)
     add("link to a device", "not a regular file", lambda path: path.symlink_to("/dev/zero"))
     add("link to nothing", "exist|no such|not found", lambda path: path.symlink_to("/nowhere/at/all"))
+    add("link to itself", "cannot be read", lambda path: path.symlink_to(path))
     add("folder named like a file", "no scan here|does not exist", lambda path: path.mkdir())
     add("missing file", "exist|no such|not found", lambda path: None)
 

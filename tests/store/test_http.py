@@ -137,3 +137,23 @@ def test_requests_carry_host_length_and_the_given_headers(serve: Serve) -> None:
     ):
         pass
     assert len(requests) == 1
+
+
+def test_user_and_password_of_a_url_are_a_header_and_no_host(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They were once looked up as a part of the server's name, for the whole deadline of retries."""
+    pool, requests = serve(b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n")
+    host, port = pool.address
+    url = f"http://me:p%40ss@{host}:{port}"
+    own: dict[str, str] = {"Authorization": "own"}
+    for headers, expected in ((dict[str, str](), b"Authorization: Basic bWU6cEBzcw=="), (own, b"Authorization: own")):
+        with HttpPool(url, StoreConfig()).request("GET", "/k", headers, uri="gs://b/k") as response:
+            response.read()
+        assert expected in requests[-1]
+        assert requests[-1].count(b"Authorization") == 1
+        assert f"Host: {host}:{port}\r\n".encode() in requests[-1]
+    monkeypatch.setenv("http_proxy", url)
+    monkeypatch.setenv("no_proxy", "")
+    with HttpPool("http://server.test", StoreConfig()).request("GET", "/k", {}, uri="gs://b/k") as response:
+        response.read()
+    assert requests[-1].startswith(b"GET http://server.test/k HTTP/1.1\r\n")
+    assert b"Proxy-Authorization: Basic bWU6cEBzcw==" in requests[-1]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import signal
 import time
 from typing import Any
@@ -71,3 +72,10 @@ def test_worker_process_returns_arrays_and_errors_and_starts_again() -> None:
         assert process.call(os.getpid, timeout_s=60) != os.getpid()
     finally:
         process.close()
+
+
+def test_process_that_cannot_start_says_why() -> None:
+    worker = WorkerProcess(lambda: None)
+    with pytest.raises((AttributeError, pickle.PicklingError), match="pickle"):
+        worker.call(os.getpid, timeout_s=60)
+    worker.close()

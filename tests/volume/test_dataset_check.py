@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -84,6 +88,22 @@ def test_command_writes_a_report_and_a_page(tmp_path: Path, capsys: pytest.Captu
     good = bad_scans.write_dataset(tmp_path / "good")
     assert main(["check", str(tmp_path / "good" / good), "workers=1", "--no-progress"]) == 0
     assert "2 of 2 cases can be used; 0 errors, 0 warnings" in capsys.readouterr().out
+
+
+def test_file_without_read_permission_is_an_error_of_its_case(tmp_path: Path) -> None:
+    """It once ended the check of all cases."""
+    src = tmp_path / bad_scans.write_dataset(tmp_path)
+    (tmp_path / "1.nii.gz").chmod(0)
+    command = [sys.executable, "-m", "voxlane", "check", str(src), "workers=1", "--no-progress"]
+    if os.geteuid() == 0:  # root may read every file
+        if shutil.which("setpriv") is None:
+            pytest.skip("without setpriv, root cannot give up reading every file")
+        drop = "-dac_override,-dac_read_search"
+        command = ["setpriv", f"--bounding-set={drop}", f"--inh-caps={drop}", *command]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 1
+    assert "1.nii.gz: cannot be read: permission denied" in " ".join(done.stdout.split())
+    assert "1 of 2 cases can be used; 1 error" in done.stdout, done.stderr
 
 
 def test_page_escapes_names(tmp_path: Path) -> None:

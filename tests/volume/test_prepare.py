@@ -10,6 +10,7 @@ import subprocess
 import sys
 import textwrap
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ import pytest
 import zarr
 
 from tests.conftest import Bucket
+from tests.faults.proxy import Fault, FaultProxy
 from tests.volume import sample_data
 from voxlane import settings
 from voxlane.errors import BadCasesError, ConfigError, LayoutError, NotFoundError, PermissionDeniedError, PreparedError
@@ -619,6 +621,21 @@ def test_object_that_is_gone_for_a_while_is_not_remembered_as_missing(
     assert "Run the same command again, which checks bad cases anew" in message
     emulator.clear_faults()
     result = sample_data.prepare_dataset(src, str(dst), gcs.config)
+    assert (result.cases_checked, len(result.prepared), result.problems) == (1, 3, [])
+
+
+def test_object_whose_bytes_stay_wrong_is_an_error_of_its_case(gcs: Bucket, dst: Path) -> None:
+    """It once ended the check of all cases, also with bad_cases=exclude."""
+    src = sample_data.upload(gcs, sample_data.make_kits19(3), "scans/")
+    with FaultProxy(gcs.config.endpoint or "") as proxy:
+        config = replace(gcs.config, endpoint=proxy.url)
+        with proxy.inject(Fault("corrupted", times=10**9, path="case_00001%2Fimaging")):
+            result = sample_data.prepare_dataset(src, str(dst), config, bad_cases="exclude")
+        assert [(p.case, p.kind, p.fatal, p.transient) for p in result.problems] == [
+            ("case_00001", "unreadable", True, True)
+        ]
+        assert "after 5 reads" in result.problems[0].detail
+        result = sample_data.prepare_dataset(src, str(dst), config, bad_cases="exclude")
     assert (result.cases_checked, len(result.prepared), result.problems) == (1, 3, [])
 
 

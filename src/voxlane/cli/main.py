@@ -285,11 +285,11 @@ def _format_group(name: str) -> str:
 def _suggest_path(uri: str) -> str:
     """Return a suggestion for a local path with a missing part that is spelt like an existing file or folder."""
     path = uri.removeprefix("file://").rstrip("/")
-    if not path or "://" in path or os.path.exists(path):
+    if not path or "://" in path or os.path.lexists(path):
         return ""
     while not os.path.isdir(os.path.dirname(path) or "."):
         path = os.path.dirname(path)
-    if os.path.exists(path):
+    if os.path.lexists(path):
         return ""
     from voxlane.cli.help import did_you_mean
 

@@ -406,6 +406,10 @@ class TuneCommand(StoreFileOptions, ConfiguredOptions):
         apply_overrides(values, self.overrides)
         if self.trials is not None:
             apply_overrides(values, [f"tune.trials={self.trials}"])
+        if "store" in values:  # SPACE is stored with the search
+            raise ConfigError(
+                "store: settings of the bucket are no part of a space", fix="Give them with --config FILE"
+            )
         resume = self.resume or (self.auto_resume and search_exists(self.run, store_config))
         try:
             search = tune(

@@ -5,6 +5,7 @@ Paths are sent exactly as given. HTTP libraries resolve `..` and join slashes, w
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import functools
 import http.client
@@ -181,10 +182,11 @@ class HttpPool:
                 uri=endpoint,
                 fix="Correct StoreConfig.endpoint, or the variable that holds it",
             )
-        is_direct = urllib.request.proxy_bypass(self._endpoint.netloc)
+        self._netloc, self._authorization = _split_user(self._endpoint.netloc)
+        is_direct = urllib.request.proxy_bypass(self._netloc)
         self._proxy = None if is_direct else urllib.request.getproxies().get(self._endpoint.scheme)
-        host = self._endpoint.netloc.rpartition("@")[2]
-        self._host = host.removesuffix(f":{_DEFAULT_PORTS[self._endpoint.scheme]}")
+        self._proxy_netloc, self._proxy_authorization = _split_user(urllib.parse.urlsplit(self._proxy or "").netloc)
+        self._host = self._netloc.removesuffix(f":{_DEFAULT_PORTS[self._endpoint.scheme]}")
 
     @property
     def address(self) -> tuple[str, int]:
@@ -234,9 +236,10 @@ class HttpPool:
 
     def encode(self, method: str, target: str, headers: Mapping[str, str], body: Any = None) -> tuple[bytes, Any]:
         """Return the head of the request and its body."""
+        lines = {"Host": self._host, "Accept-Encoding": "identity", **self._authorization}
         if self._proxy and self._endpoint.scheme == "http":
-            target = f"http://{self._endpoint.netloc}{target}"  # this proxy needs the complete URL
-        lines = {"Host": self._host, "Accept-Encoding": "identity"}
+            target = f"http://{self._netloc}{target}"  # this proxy needs the complete URL
+            lines |= _for_proxy(self._proxy_authorization)
         if isinstance(body, str):
             body = body.encode()
         if body is not None or method in ("PUT", "POST"):
@@ -266,14 +269,24 @@ class HttpPool:
     def _connect(self) -> HTTPConnection:
         scheme, host = self._endpoint.scheme, self._endpoint.hostname or ""
         timeout_s = self._config.connect_timeout_s  # `_exchange` replaces it once the connection is open
-        address, proxy = self._endpoint.netloc, self._proxy
         if scheme == "http":
-            return HTTPConnection(urllib.parse.urlsplit(proxy).netloc if proxy else address, timeout=timeout_s)
-        if not proxy:
-            return HTTPSConnection(address, timeout=timeout_s, context=self.tls)
-        connection = HTTPSConnection(urllib.parse.urlsplit(proxy).netloc, timeout=timeout_s, context=self.tls)
-        connection.set_tunnel(host, self._endpoint.port)
+            return HTTPConnection(self._proxy_netloc if self._proxy else self._netloc, timeout=timeout_s)
+        if not self._proxy:
+            return HTTPSConnection(self._netloc, timeout=timeout_s, context=self.tls)
+        connection = HTTPSConnection(self._proxy_netloc, timeout=timeout_s, context=self.tls)
+        connection.set_tunnel(host, self._endpoint.port, _for_proxy(self._proxy_authorization))
         return connection
+
+
+def _split_user(netloc: str) -> tuple[str, dict[str, str]]:
+    """Return the host and port of a URL, and the header with the user and password before them, if there are any."""
+    user, _, address = netloc.rpartition("@")
+    credentials = base64.b64encode(urllib.parse.unquote_to_bytes(user)).decode()
+    return address, {"Authorization": f"Basic {credentials}"} if user else {}
+
+
+def _for_proxy(headers: Mapping[str, str]) -> dict[str, str]:
+    return {f"Proxy-{name}": value for name, value in headers.items()}
 
 
 def _exchange(connection: HTTPConnection, method: str, message: tuple[bytes, Any], config: StoreConfig) -> HttpResponse:

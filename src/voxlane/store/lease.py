@@ -283,7 +283,7 @@ class Lease:
         return LeaseError(
             f"another process writes this {self._subject}: {self._describe(holder)}",
             uri=self._uri,
-            fix=f"Wait until it has ended, or stop it: its lease ends with it, or {EXPIRY_S:.0f} s after its last sign",
+            fix=f"Wait until it has ended, or stop it; if it hangs, its lease expires after {EXPIRY_S:.0f} s",
         )
 
     def _describe(self, holder: LeaseHolder | None) -> str:

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from voxlane.errors import StoreError, VoxlaneError
+from voxlane.redaction import redact_text
 from voxlane.store.config import RetryConfig
 from voxlane.store.counters import RequestCounters
 from voxlane.store.translate import TransientError, WrongBytesError, is_foreign, translate
@@ -73,6 +74,7 @@ class Retrier:
             is_due = time.monotonic() - self._last_warning_s > _WARNING_INTERVAL_S
             if attempts == _ATTEMPTS_BEFORE_WARNING and is_due:  # many requests fail together; one line is enough
                 self._last_warning_s = time.monotonic()
-                _log.warning("%s: %s; retrying for up to %.0f s", failure.uri, failure, self._config.deadline_s)
+                text = redact_text(f"{failure.uri}: {failure}")
+                _log.warning("%s; retrying for up to %.0f s", text, self._config.deadline_s)
             time.sleep(pause_s)
             delay_s = min(delay_s * self._config.multiplier, self._config.max_delay_s)

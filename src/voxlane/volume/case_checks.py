@@ -17,7 +17,7 @@ from typing import Literal, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from voxlane.errors import BucketNotFoundError, ChangedError, NotFoundError, ScanError, VoxlaneError
+from voxlane.errors import BucketNotFoundError, ChangedError, DamagedError, NotFoundError, ScanError, VoxlaneError
 from voxlane.store import StoreConfig
 from voxlane.volume.dataset_layouts import SourceCase
 from voxlane.volume.description import Description
@@ -265,6 +265,9 @@ class _CaseLoader:
         file's fault. A failure is no verdict: the file is read a second time."""
         try:
             return read(uri)
+        except DamagedError as error:  # the same after several reads
+            self.add("unreadable", f"{self.name(uri)}: {_describe(error)}", transient=True)
+            return None
         except (NotFoundError, ChangedError, ScanError) as error:
             first_error: VoxlaneError = error
         if isinstance(first_error, BucketNotFoundError):

@@ -212,8 +212,9 @@ def _fetch_etags(files: Iterable[str], config: StoreConfig | None) -> dict[str, 
     futures: dict[str, Future[ObjectInfo]] = {}
     for uri in files:
         parsed = uris.parse(uri)
-        if parsed.scheme == "file" and not os.path.isfile(f"/{parsed.key}"):
-            continue  # the engine would open a pipe, and wait for its writer
+        path = f"/{parsed.key}"
+        if parsed.scheme == "file" and not (os.path.isfile(path) and os.access(path, os.R_OK)):
+            continue  # the engine would open a pipe, and wait for its writer; the check of the case reports it
         store = open_store(parsed.root, config)
         futures[uri] = store.submit(store.head, parsed.key)
     etags = {}

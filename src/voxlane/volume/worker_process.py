@@ -59,8 +59,9 @@ class WorkerProcess:
         context = SupervisedContext()
         self._connection, remote = context.Pipe()
         arguments = (remote, self._initializer, self._memory_bytes)
-        self._process = context.Process(target=_serve, args=arguments, daemon=True)
-        self._process.start()
+        process = context.Process(target=_serve, args=arguments, daemon=True)
+        process.start()
+        self._process = process
         remote.close()  # so that the end of the process closes the connection
 
     def call(self, function: Callable[..., Any], *arguments: Any, timeout_s: float) -> Any:

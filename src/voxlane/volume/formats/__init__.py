@@ -74,10 +74,14 @@ def read_object(uri: str, config: StoreConfig | None) -> Any:
 
 
 def check_regular_file(path: str, uri: str) -> None:
-    """Raise ScanError if `path` is a pipe, device or socket. A file that cannot be examined is left to its reader."""
+    """Raise ScanError if `path` is a pipe, device or socket, or may not be read. A missing file passes."""
     try:
         mode = os.stat(path).st_mode
-    except (OSError, ValueError):
+    except (FileNotFoundError, NotADirectoryError, ValueError):
         return
+    except OSError as error:
+        raise ScanError(f"cannot be read: {error.strerror}", uri=uri, fix="Check the file and its folder") from None
     if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
         raise ScanError("not a regular file but a pipe, device or socket", uri=uri, fix="Use a file or folder")
+    if not os.access(path, os.R_OK):
+        raise ScanError("cannot be read: permission denied", uri=uri, fix="Ask for read permission on it")

@@ -37,6 +37,7 @@ SIZES = (0, 1, 15_000, 16_383, 16_384, 16_385, 100_000, 700_000)
 LIMIT_S = 60.0
 RETRY = RetryConfig(deadline_s=20.0, initial_delay_s=0.01, max_delay_s=0.2)
 KEYS: dict[str, Any] = {"access_key_id": "k", "secret_access_key": "s"}
+RESPONSE = b'HTTP/1.1 200 OK\r\nContent-Length: 5\r\nETag: "e"\r\nx-goog-generation: 1\r\n\r\nhello'
 
 
 @pytest.fixture
@@ -131,8 +132,24 @@ def test_server_that_is_gone_is_an_error(gcs: Bucket) -> None:
         Store("gs://bkt", config).submit_whole("a", size=5).result(LIMIT_S)
 
 
+def test_server_with_room_for_one_connection() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        store = Store("gs://bkt", StoreConfig(endpoint=f"http://127.0.0.1:{server.getsockname()[1]}", retry=RETRY))
+        first = store.submit_whole("a", size=5)
+        connection, _ = server.accept()
+    with connection:  # the server refuses others
+        connection.recv(10_000)
+        connection.sendall(RESPONSE)
+        assert first.result(LIMIT_S) == b"hello"
+        futures = [store.submit_whole("a", size=5) for _ in range(50)]
+        for _ in futures:
+            connection.recv(10_000)
+            connection.sendall(RESPONSE)
+        assert [future.result(LIMIT_S) for future in futures] == [b"hello"] * 50
+    assert store.counters.read().retries == 0
+
+
 def test_connection_that_the_server_closed_meanwhile_is_replaced() -> None:
-    response = b'HTTP/1.1 200 OK\r\nContent-Length: 5\r\nETag: "e"\r\nx-goog-generation: 1\r\n\r\nhello'
     with socket.create_server(("127.0.0.1", 0)) as server:
         config = StoreConfig(endpoint=f"http://127.0.0.1:{server.getsockname()[1]}", retry=RETRY)
         store = Store("gs://bkt", config)
@@ -140,13 +157,13 @@ def test_connection_that_the_server_closed_meanwhile_is_replaced() -> None:
         def serve() -> None:
             first, _ = server.accept()
             first.recv(10_000)
-            first.sendall(response)
+            first.sendall(RESPONSE)
             first.recv(10_000)  # the second request, which this connection does not answer
             first.close()
             second, _ = server.accept()
             with second:
                 second.recv(10_000)
-                second.sendall(response)
+                second.sendall(RESPONSE)
 
         thread = threading.Thread(target=serve)
         thread.start()
@@ -182,9 +199,6 @@ def test_exception_of_a_credential_provider_is_raised_by_the_future(gcs: Bucket)
     future = store.submit_whole("a", size=5)
     with pytest.raises(KeyError, match="my provider"):
         future.result(LIMIT_S)
-
-
-RESPONSE = b'HTTP/1.1 200 OK\r\nContent-Length: 5\r\nETag: "e"\r\nx-goog-generation: 1\r\n\r\nhello'
 
 
 @pytest.mark.parametrize(

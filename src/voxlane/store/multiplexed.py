@@ -106,6 +106,8 @@ class _Connections:
         self._idle: list[_Connection] = []
         self._open: set[_Connection] = set()
         self._openings: dict[WholeRead, asyncio.Task[None]] = {}
+        self._max_connections = config.max_concurrency
+        """Fewer for a second after a connection failed."""
         self._sweep_timer: asyncio.TimerHandle | None = None
 
     def take(self, read: WholeRead) -> bool:
@@ -129,12 +131,12 @@ class _Connections:
         """Return the next read, which can no longer be cancelled."""
         while self._waiting:
             read = self._waiting.popleft()
-            if read.is_repeated or read.future.set_running_or_notify_cancel():
+            if read.future.running() or read.future.set_running_or_notify_cancel():
                 return read
         return None
 
     def _start_waiting(self) -> None:
-        while self._idle or len(self._open) + len(self._openings) < self.config.max_concurrency:
+        while self._idle or len(self._open) + len(self._openings) < self._max_connections:
             read = self._next_read()
             if read is None:
                 return
@@ -152,7 +154,13 @@ class _Connections:
                 )
         except Exception:  # noqa: BLE001 - a task's boundary: the read must not be lost; `fall_back` meets it again
             del self._openings[read]
-            self.hand_over(read)
+            self._waiting.appendleft(read)
+            # The process or the server may have no room for more connections; those that are open must be enough.
+            self._max_connections = len(self._open) + len(self._openings)
+            if not self._max_connections:  # the server cannot be reached
+                self._max_connections = self.config.max_concurrency
+                for waiting in iter(self._next_read, None):
+                    self.hand_over(waiting)
             self._start_waiting()
             return
         del self._openings[read]
@@ -203,6 +211,8 @@ class _Connections:
         now_s = time.monotonic()
         for connection in list(self._open):
             connection.check_rate(now_s)
+        self._max_connections = self.config.max_concurrency
+        self._start_waiting()
         self._sweep_timer = self._loop.call_later(_SWEEP_S, self._sweep) if self._open else None
 
     def end(self) -> None:

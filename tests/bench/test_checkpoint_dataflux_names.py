@@ -165,14 +165,18 @@ def test_mistakes_are_reported_before_anything_starts(
 # -- runs --------------------------------------------------------------------------------------------------------------
 
 
-def test_documented_environment_on_a_bucket(gcs: Bucket, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("name", "own_name"), [("dataflux_fsdp", "voxlane"), ("fsspec_fsdp", "fsspec")])
+def test_documented_environment_on_a_bucket(
+    gcs: Bucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, own_name: str
+) -> None:
+    monkeypatch.delenv("GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT", raising=False)  # other tests set it
     bucket = f"{gcs.uri}/run"
     variables = {"CKPT_DIR_PATH": bucket, "CKPT_RESTORE_PATH": f"{bucket}/checkpoints", "NUM_DEVICES": "auto"}
     endpoint = gcs.config.endpoint
     assert endpoint is not None
-    result = run(tmp_path, "--strategy=dataflux_fsdp", "--endpoint", endpoint, **variables, **TINY, SAMPLE_COUNT="2")
+    result = run(tmp_path, f"--strategy={name}", "--endpoint", endpoint, **variables, **TINY, SAMPLE_COUNT="2")
     assert [call["operation"] for call in result["calls"]] == ["save", "save", "load", "load"]
-    assert result["calls"][3]["uri"] == f"{bucket}/checkpoints/voxlane-distributed/ckpt-1"
+    assert result["calls"][3]["uri"] == f"{bucket}/checkpoints/{own_name}-distributed/ckpt-1"
     assert list(gcs.store.list_folder(gcs.key("run"))) == []
 
 

@@ -12,6 +12,7 @@ import pytest
 
 from tests.conftest import Bucket
 from voxlane import Store
+from voxlane.store import counters
 
 
 def _read(store: Store, key: str, answers: SimpleQueue[Any]) -> None:
@@ -79,6 +80,18 @@ def test_fork_while_threads_are_reading(s3: Bucket) -> None:
         stop.set()
         for thread in threads:
             thread.join()
+
+
+def test_fork_while_a_thread_counts(gcs: Bucket) -> None:
+    gcs.store.put("k", b"body")
+    context = multiprocessing.get_context("fork")
+    answers = context.SimpleQueue()
+    child = context.Process(target=_read, args=(gcs.store, "k", answers))
+    with counters._lock:
+        child.start()
+    child.join(60)
+    child.kill()
+    assert child.exitcode == 0
 
 
 def test_without_a_private_folder_the_copy_lives_in_memory(

@@ -27,7 +27,6 @@ from voxlane.errors import (
     PermissionDeniedError,
     RangeError,
     UnsupportedError,
-    VoxlaneError,
 )
 from voxlane.store.config import StoreConfig
 from voxlane.store.counters import RequestCounters
@@ -214,12 +213,12 @@ class Store:
         def fall_back() -> Future[bytes]:
             return self.submit(self.get_bytes, key, etag=etag, size=size)
 
-        reader = self._open_multiplexed(key) if key and self.receives_directly else None
-        if reader is None:
-            return fall_back()
         try:
+            reader = self._open_multiplexed(key) if key and self.receives_directly else None
+            if reader is None:
+                return fall_back()
             request = self.open_direct(key).encode_get(key)
-        except (VoxlaneError, TransientError):  # no credentials, or not for the moment
+        except Exception:  # noqa: BLE001 - no credentials, no thread, ...: the future has the error if it comes again
             return fall_back()
         expected = None if etag is None else etag.strip('"')
         return reader.submit(WholeRead(key, size, expected, request, self._count_whole, fall_back))

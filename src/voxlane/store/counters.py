@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from dataclasses import dataclass
 
@@ -62,7 +63,8 @@ class Traffic:
         return "; ".join(rows) or "no requests"
 
 
-_retry_lock = threading.Lock()
+_lock = threading.Lock()
+os.register_at_fork(after_in_child=_lock._at_fork_reinit)  # type: ignore[attr-defined]  # a thread may have held it
 _process_retries = 0
 
 
@@ -77,18 +79,15 @@ class RequestCounters:
 
     def __init__(self, cells: npt.NDArray[np.int64] | None = None) -> None:
         self._cells = np.zeros((len(KINDS), len(FIELDS)), np.int64) if cells is None else cells
-        self._lock = threading.Lock()
 
     def add(
         self, kind: str, *, requests: int = 1, retries: int = 0, bytes_read: int = 0, bytes_written: int = 0
     ) -> None:
         """Count one finished or failed request (and its body)."""
         global _process_retries
-        if retries:
-            with _retry_lock:
-                _process_retries += retries
         row = self._cells[KINDS.index(kind)]
-        with self._lock:
+        with _lock:
+            _process_retries += retries
             for field, count in enumerate((requests, retries, bytes_read, bytes_written)):
                 if count:  # adding all four as one array takes ten times as long
                     row[field] += count

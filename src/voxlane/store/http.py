@@ -32,7 +32,7 @@ _SEND_BYTES = 256 << 10
 """Bytes of a body that are sent at a time: the socket's timeout limits how long each call may take."""
 _MAX_ERROR_BYTES = 64 << 10
 _DEFAULT_PORTS = {"http": 80, "https": 443}
-_LINE_BREAK = re.compile(r"[\r\n\0]")
+_UNSENDABLE = re.compile(r"[\r\n\0]|[^\x00-\xff]")
 
 
 class HttpResponse(HTTPResponse):
@@ -182,6 +182,16 @@ class HttpPool:
                 uri=endpoint,
                 fix="Correct StoreConfig.endpoint, or the variable that holds it",
             )
+        try:
+            is_valid = bool(self.address[0].encode("idna"))
+        except ValueError:
+            is_valid = False
+        if not is_valid:
+            raise ConfigError(
+                "the host or the port of the endpoint is not valid",
+                uri=endpoint,
+                fix="Correct StoreConfig.endpoint, or the variable that holds it",
+            )
         self._netloc, self._authorization = _split_user(self._endpoint.netloc)
         is_direct = urllib.request.proxy_bypass(self._netloc)
         self._proxy = None if is_direct else urllib.request.getproxies().get(self._endpoint.scheme)
@@ -247,11 +257,11 @@ class HttpPool:
         names = {name.lower() for name in headers}
         lines = {name: value for name, value in lines.items() if name.lower() not in names} | dict(headers)
         pieces = [f"{method} {target} HTTP/1.1", *(f"{name}: {value}" for name, value in lines.items())]
-        if any(map(_LINE_BREAK.search, pieces)):
+        if any(map(_UNSENDABLE.search, pieces)):
             raise ConfigError(
-                "a header of the request would contain a line break",
+                "a header of the request would contain a line break, or a character that HTTP cannot send",
                 uri=self._endpoint.geturl(),
-                fix="Remove line breaks from tokens and keys",
+                fix="Remove it from tokens and keys",
             )
         return "\r\n".join([*pieces, "", ""]).encode("latin-1"), body
 

@@ -23,7 +23,6 @@ from typing import Any
 from voxlane.store.config import StoreConfig
 from voxlane.store.direct import DirectStore, new_writable_bytes
 from voxlane.store.http import MAX_IDLE_S, HttpPool, parse_headers
-from voxlane.store.translate import WrongBytesError
 
 _HEADER_BYTES = 16 << 10
 """Room for the header of a response; a longer one is left to `fall_back`."""
@@ -33,7 +32,7 @@ _CLOSE_S = 1.0
 """Seconds that closing waits for the thread to end."""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class WholeRead:
     """One object to read."""
 
@@ -52,28 +51,34 @@ class WholeRead:
 
 
 class MultiplexedReader:
-    """Reads whole objects of one bucket on a thread that all reads of a process share. Safe to use from many threads;
-    of no use in a forked child."""
+    """Reads whole objects of one bucket on a thread that all reads of a store share. Safe to use from many threads; of
+    no use in a forked child. Raises OSError or RuntimeError if the process can open no file or start no thread."""
 
     def __init__(self, direct: DirectStore, config: StoreConfig) -> None:
-        loop = asyncio.new_event_loop()
+        loop = asyncio.SelectorEventLoop()  # not `new_event_loop`: a program may have installed loops of another kind
         connections = _Connections(direct, config, loop)
-        thread = threading.Thread(target=_run, args=(loop,), name="voxlane-reads", daemon=True)
-        thread.start()
+        thread = threading.Thread(target=_run, args=(loop, connections), name="voxlane-reads", daemon=True)
+        try:
+            thread.start()
+        except BaseException:
+            loop.close()
+            raise
         self._connections, self._loop = connections, loop
         weakref.finalize(self, _close, os.getpid(), loop, connections, thread)
 
     def submit(self, read: WholeRead) -> Future[bytes]:
         """Start to read an object; the future has its bytes."""
         if self._connections.take(read):
-            self._loop.call_soon_threadsafe(self._connections.start_arrived)
+            with contextlib.suppress(RuntimeError):  # the loop has ended, and left the read to its `fall_back`
+                self._loop.call_soon_threadsafe(self._connections.start_arrived)
         return read.future
 
 
-def _run(loop: asyncio.AbstractEventLoop) -> None:
+def _run(loop: asyncio.AbstractEventLoop, connections: _Connections) -> None:
     try:
         loop.run_forever()
     finally:
+        connections.end()
         loop.close()
 
 
@@ -94,53 +99,71 @@ class _Connections:
         self.config = config
         self._arrived: list[WholeRead] = []
         self._arriving = threading.Lock()
+        self._has_ended = False
         self._loop = loop
         self._pool: HttpPool = direct.pool
         self._waiting: deque[WholeRead] = deque()
         self._idle: list[_Connection] = []
         self._open: set[_Connection] = set()
-        self._num_opening = 0
-        self._openings: set[asyncio.Task[None]] = set()
+        self._openings: dict[WholeRead, asyncio.Task[None]] = {}
+        self._max_connections = config.max_concurrency
+        """Fewer for a second after a connection failed."""
         self._sweep_timer: asyncio.TimerHandle | None = None
 
     def take(self, read: WholeRead) -> bool:
         """Take over a read from any thread; return whether `start_arrived` must be scheduled for it."""
         with self._arriving:
-            self._arrived.append(read)
-            return len(self._arrived) == 1
+            if not self._has_ended:
+                self._arrived.append(read)
+                return len(self._arrived) == 1
+        read.future.set_running_or_notify_cancel()
+        self.hand_over(read)
+        return False
 
     def start_arrived(self) -> None:
         """Start the reads that were taken over."""
         with self._arriving:
             reads, self._arrived = self._arrived, []
-        self._waiting.extend(read for read in reads if read.future.set_running_or_notify_cancel())
+        self._waiting.extend(reads)
         self._start_waiting()
 
-    def _start_waiting(self) -> None:
+    def _next_read(self) -> WholeRead | None:
+        """Return the next read, which can no longer be cancelled."""
         while self._waiting:
-            if self._idle:
-                self._idle.pop().start(self._waiting.popleft())
-            elif len(self._open) + self._num_opening < self.config.max_concurrency:
-                self._num_opening += 1
-                task = self._loop.create_task(self._connect(self._waiting.popleft()))
-                self._openings.add(task)
-                task.add_done_callback(self._openings.discard)
-            else:
+            read = self._waiting.popleft()
+            if read.future.running() or read.future.set_running_or_notify_cancel():
+                return read
+        return None
+
+    def _start_waiting(self) -> None:
+        while self._idle or len(self._open) + len(self._openings) < self._max_connections:
+            read = self._next_read()
+            if read is None:
                 return
+            if self._idle:
+                self._idle.pop().start(read)
+            else:
+                self._openings[read] = self._loop.create_task(self._connect(read))
 
     async def _connect(self, read: WholeRead) -> None:
-        host, port = self._pool.address
         try:
+            host, port = self._pool.address
             async with asyncio.timeout(self.config.connect_timeout_s):
                 _, connection = await self._loop.create_connection(
                     lambda: _Connection(self), host, port, ssl=self._pool.tls
                 )
-        except (OSError, TimeoutError):
-            self._num_opening -= 1
-            self.hand_over(read)
+        except Exception:  # noqa: BLE001 - a task's boundary: the read must not be lost; `fall_back` meets it again
+            del self._openings[read]
+            self._waiting.appendleft(read)
+            # The process or the server may have no room for more connections; those that are open must be enough.
+            self._max_connections = len(self._open) + len(self._openings)
+            if not self._max_connections:  # the server cannot be reached
+                self._max_connections = self.config.max_concurrency
+                for waiting in iter(self._next_read, None):
+                    self.hand_over(waiting)
             self._start_waiting()
             return
-        self._num_opening -= 1
+        del self._openings[read]
         self._open.add(connection)
         if self._sweep_timer is None:
             self._sweep_timer = self._loop.call_later(_SWEEP_S, self._sweep)
@@ -148,10 +171,11 @@ class _Connections:
 
     def release(self, connection: _Connection) -> None:
         """Use a connection, whose response was read, for the next read."""
-        if self._waiting:
-            connection.start(self._waiting.popleft())
-        else:
+        read = self._next_read()
+        if read is None:
             self._idle.append(connection)
+        else:
+            connection.start(read)
 
     def lose(self, connection: _Connection, read: WholeRead | None, *, repeat: bool) -> None:
         """Forget a connection that has ended, and read what it was reading in another way. `repeat`: the server closed
@@ -187,11 +211,23 @@ class _Connections:
         now_s = time.monotonic()
         for connection in list(self._open):
             connection.check_rate(now_s)
+        self._max_connections = self.config.max_concurrency
+        self._start_waiting()
         self._sweep_timer = self._loop.call_later(_SWEEP_S, self._sweep) if self._open else None
+
+    def end(self) -> None:
+        """Take over no more reads, and leave those that have not ended to their `fall_back`: nothing runs the loop."""
+        with self._arriving:
+            self._has_ended = True
+        self._waiting.extend(self._arrived)
+        reads = [*self._openings, *(connection.read for connection in self._open), *iter(self._next_read, None)]
+        for read in reads:
+            if read is not None:
+                self.hand_over(read)
 
     def close(self) -> None:
         """Close all connections and end the loop."""
-        for task in self._openings:
+        for task in self._openings.values():
             task.cancel()
         self._waiting.clear()
         for connection in list(self._open):
@@ -205,7 +241,8 @@ class _Connection(asyncio.BufferedProtocol):
     def __init__(self, owner: _Connections) -> None:
         self._owner = owner
         self._transport: Any = None
-        self._read: WholeRead | None = None
+        self.read: WholeRead | None = None
+        """The object that is being read."""
         self._header = memoryview(bytearray(_HEADER_BYTES))
         self._body: bytes | None = None
         """The object, once the header of its response has arrived."""
@@ -224,7 +261,7 @@ class _Connection(asyncio.BufferedProtocol):
 
     def start(self, read: WholeRead) -> None:
         """Send the request for an object."""
-        self._read = read
+        self.read = read
         self._since_s, self._bytes_since = time.monotonic(), 0
         self._transport.write(read.request)
 
@@ -236,13 +273,13 @@ class _Connection(asyncio.BufferedProtocol):
         """Handle bytes that have arrived."""
         self._filled += nbytes
         self._bytes_since += nbytes
-        if self._read is None:
+        if self.read is None:
             self._transport.abort()  # nothing was requested
             return
-        if self._body is None and not self._take_header(self._read):
+        if self._body is None and not self._take_header(self.read):
             return
-        if self._filled == self._read.size:
-            self._finish(self._read)
+        if self._filled == self.read.size:
+            self._finish(self.read)
 
     def _take_header(self, read: WholeRead) -> bool:
         """Return whether the header is complete and the response as expected."""
@@ -276,12 +313,12 @@ class _Connection(asyncio.BufferedProtocol):
         """Check the object, which is complete, and use the connection for the next one."""
         body, headers = self._body, self._headers
         assert body is not None
-        self._read = self._body = None
+        self.read = self._body = None
         self._target, self._filled, self._was_used = self._header, 0, True
         self._since_s = time.monotonic()
         try:
             self._owner.direct.check_whole(headers, body, read.key)
-        except WrongBytesError:
+        except Exception:  # noqa: BLE001 - the loop's boundary: wrong bytes, or no checksum; `fall_back` meets it again
             self._owner.hand_over(read)
         else:
             read.count(len(body), 0)
@@ -294,7 +331,7 @@ class _Connection(asyncio.BufferedProtocol):
     def check_rate(self, now_s: float) -> None:
         """Close the connection if its response is slower than the store's config allows, or if it is not in use."""
         elapsed_s = now_s - self._since_s
-        if self._read is None:
+        if self.read is None:
             if elapsed_s > MAX_IDLE_S:
                 self._transport.close()
         elif elapsed_s > self._owner.config.read_timeout_s:
@@ -304,11 +341,11 @@ class _Connection(asyncio.BufferedProtocol):
 
     def abandon(self) -> None:
         """Close the connection without reading the object in another way: nobody waits for it."""
-        self._read = None
+        self.read = None
         self._transport.abort()
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Leave an unfinished read to another connection."""
-        read, self._read = self._read, None
+        read, self.read = self.read, None
         is_unused = self._was_used and self._body is None and self._filled == 0
         self._owner.lose(self, read, repeat=is_unused)

@@ -7,7 +7,6 @@ weak, and TLS protects only the connection.
 from __future__ import annotations
 
 import base64
-import binascii
 import functools
 import hashlib
 import importlib.util
@@ -137,7 +136,7 @@ def find_service_checksum(headers: Mapping[str, str], *, is_s3: bool, is_range: 
             text, header = stated[name]
             try:
                 return ServiceChecksum(name, base64.b64decode(text, validate=True), header)
-            except binascii.Error:
+            except ValueError:  # damaged on the way
                 continue
     return _find_md5_etag(headers) if is_s3 else None
 

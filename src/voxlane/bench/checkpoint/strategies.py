@@ -146,6 +146,11 @@ _MAKE_CALLS = {"voxlane": _make_voxlane, "fsspec": _make_fsspec, "filesystem": _
 def _fsspec_options(settings: CheckpointSettings) -> dict[str, Any]:
     """Return the arguments with which fsspec's file system reaches the same server as voxlane."""
     scheme = uris.parse(settings.save_folder or settings.restore).scheme
+    store = settings.store
+    endpoint = store.endpoint or os.environ.get("STORAGE_EMULATOR_HOST")
+    if scheme == "gs" and endpoint:
+        # No emulator answers gcsfs's search for hierarchical buckets by gRPC, which takes minutes to give up.
+        os.environ.setdefault("GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT", "false")
     try:
         import fsspec
 
@@ -155,10 +160,8 @@ def _fsspec_options(settings: CheckpointSettings) -> dict[str, Any]:
             f"the strategy 'fsspec' needs packages that are not installed for {scheme}://",
             fix=f"Run: pip install {_FSSPEC_PACKAGES.get(scheme, 'fsspec')}",
         ) from None
-    store = settings.store
     arguments: dict[str, Any] = {}
     if scheme == "gs":
-        endpoint = store.endpoint or os.environ.get("STORAGE_EMULATOR_HOST")
         token = "anon" if store.anonymous or (endpoint and not store.token) else store.service_account or store.token
         arguments = {"endpoint_url": endpoint, "token": token}
     elif scheme == "s3":

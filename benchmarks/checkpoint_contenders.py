@@ -6,6 +6,7 @@ compared with the saved ones after it.
 
 from __future__ import annotations
 
+import functools
 import importlib
 import io
 import os
@@ -305,7 +306,8 @@ def run_sharded(
     from voxlane.bench.process_usage import PeakMemory
 
     set_up(endpoint)
-    state = demo_model.sharded_model(num_layers, device).state_dict()
+    make_model = functools.partial(demo_model.DemoTransformer, num_layers)
+    state = demo_model.sharded_model(make_model, device).state_dict()
     size = sum(tensor.numel() * tensor.element_size() for tensor in state.values())
     calls: dict[str, Any] = {}
     samples: list[Sample] = []

@@ -21,8 +21,10 @@ from voxlane.checkpoint import Checkpoint
 from voxlane.checkpoint.verified_reader import view_bytes
 from voxlane.errors import ConfigError, RunError
 from voxlane.model.networks import build
+from voxlane.model.stages import locate_tensor
 from voxlane.store import StoreConfig
 from voxlane.train.config import PRESETS, FinetuneConfig, TrainConfig, resolve_network
+from voxlane.train.exported_model import ExportedModel, is_model, load_model
 from voxlane.train.predictor import load_weights
 from voxlane.train.run import Run, TrainedRun, find_runs
 from voxlane.train.weight_transfer import Shapes, WeightTransfer, fits, plan_transfer
@@ -39,17 +41,24 @@ class WeightSource:
 
     uri: str
     origin: str
-    """Which of its weights, such as `last checkpoint of a run`."""
+    """Which of the weights there, such as last checkpoint."""
     network: Network
     description: Description
     plan: Plan
-    shapes: Shapes
     read: Callable[[], Mapping[str, Tensor]]
+
+    @property
+    def shapes(self) -> Shapes:
+        """Shapes of all tensors that the source may have: heads of coarser resolutions may be missing."""
+        return network_shapes(self.network, self.description, deep_supervision=True)
 
     def load(self) -> Mapping[str, Tensor]:
         """Return the weights, after comparing them with the description of their network."""
-        weights = self.read()
-        if {name: tuple(tensor.shape) for name, tensor in weights.items()} != self.shapes:
+        weights = {name: value for name, value in self.read().items() if isinstance(value, Tensor)}
+        shapes = {name: tuple(tensor.shape) for name, tensor in weights.items()}
+        possible = self.shapes
+        required = {name for name in possible if not _is_optional(name, self.network)}
+        if not shapes.items() <= possible.items() or not required <= shapes.keys():
             raise RunError(
                 "init_from: the weights do not match the network that is described beside them",
                 uri=self.uri,
@@ -69,16 +78,18 @@ def open_source(uri: str, finetune: FinetuneConfig, store: StoreConfig | None) -
     run = Run(uri, store)
     if run.exists:
         return _open_run(run, finetune)
+    if is_model(uri, store):
+        return _open_model(load_model(uri, store), finetune)
     try:
         names = [fold_run.uri.rpartition("/")[2] for fold_run in find_runs(uri, store)]
     except RunError:
         raise RunError(
             "init_from: there is neither a run nor an exported model here",
             uri=run.folder_uri,
-            fix="Give the folder of one: the --run of voxlane train, or what voxlane export wrote",
+            fix="Give the --run of a voxlane train, or what voxlane export or import wrote",
         ) from None
     fix = f"Start from one of them: init_from={uri}/{names[0]}"
-    raise ConfigError(f"init_from: there are {len(names)} runs here ({', '.join(names)})", uri=uri, fix=fix)
+    raise ConfigError(f"init_from: this is a folder of runs ({', '.join(names)})", uri=run.folder_uri, fix=fix)
 
 
 def _open_run(run: Run, finetune: FinetuneConfig) -> WeightSource:
@@ -99,9 +110,28 @@ def _open_run(run: Run, finetune: FinetuneConfig) -> WeightSource:
         network,
         trained.description,
         trained.plan,
-        network_shapes(network, trained.description, deep_supervision=trained.config.deep_supervision),
         partial(load_weights, run, name),
     )
+
+
+def _open_model(model: ExportedModel, finetune: FinetuneConfig) -> WeightSource:
+    members = {member.name: member for member in model.facts.members}
+    if finetune.checkpoint != "last":
+        raise ConfigError("finetune.checkpoint: an exported model has one", uri=model.uri, fix="Leave it out")
+    if finetune.member is None and len(members) > 1:
+        names, fix = ", ".join(members), f"Choose one: finetune.member={next(iter(members))}"
+        raise ConfigError(f"init_from: the model has {len(members)} networks ({names})", uri=model.uri, fix=fix)
+    member = members.get(finetune.member or next(iter(members)))
+    if member is None:
+        fix = f"Choose from: {', '.join(members)}"
+        raise ConfigError(f"finetune.member: the model has no network {finetune.member}", uri=model.uri, fix=fix)
+    description, read = model.facts.description, partial(model.load_weights, member)
+    return WeightSource(model.uri, f"network {member.name}", member.network, description, member.plan, read)
+
+
+def _is_optional(name: str, network: Network) -> bool:
+    place = locate_tensor(name, network)
+    return place.part == "head" and place.level > 0
 
 
 def network_shapes(network: Network, description: Description, *, deep_supervision: bool) -> Shapes:
@@ -113,29 +143,46 @@ def network_shapes(network: Network, description: Description, *, deep_supervisi
 
 @dataclass(frozen=True)
 class PlannedStart:
-    """The source of a run's first weights, and what the run takes from it."""
+    """The source of a run's first weights, and the network that takes them."""
 
     source: WeightSource
-    transfer: WeightTransfer
-    parameters: int
-    """Number of values in the run's network."""
-    parameters_taken: int
-    notes: tuple[str, ...]
-    """What else the user should know about the source."""
+    network: Network
+    shapes: Shapes
+    """Shapes of the tensors of the run's network."""
+    config: TrainConfig
+    prepared: Prepared
+
+    def match(self, source_shapes: Shapes) -> WeightTransfer:
+        """Return what the network takes from a source with these tensors."""
+        new_heads = self.config.finetune.new_heads
+        return plan_transfer(source_shapes, self.source.network, self.shapes, self.network, new_heads=new_heads)
+
+    def check(self) -> None:
+        """Raise ConfigError if the network can take nothing."""
+        transfer = self.match(self.source.shapes)
+        if self.source.network.kind != self.network.kind or not fits(transfer, self.shapes, self.network):
+            raise ConfigError(
+                f"init_from: no layer of this network ({_describe(self.network)}) fits that of the source "
+                f"({_describe(self.source.network)})",
+                uri=self.source.uri,
+                fix="Train the source's network: finetune.network=source",
+            )
 
     def load(self) -> InitialWeights:
         """Read the weights."""
         weights = self.source.load()
+        transfer = self.match({name: tuple(tensor.shape) for name, tensor in weights.items()})
+        counts = {name: torch.Size(shape).numel() for name, shape in self.shapes.items()}
         facts = {
             "uri": redaction.redact_urls(self.source.uri),
             "origin": self.source.origin,
             "digest": digest_weights(weights),
-            "parameters": self.parameters,
-            "parameters_taken": self.parameters_taken,
-            "notes": list(self.notes),
-            **self.transfer.to_plain(),
+            "parameters": sum(counts.values()),
+            "parameters_taken": sum(counts[name] for name in transfer.taken),
+            "notes": _describe_differences(self.source, self.prepared, self.config, transfer),
+            **transfer.to_plain(),
         }
-        return InitialWeights({name: weights[old] for name, old in self.transfer.taken.items()}, facts)
+        return InitialWeights({name: weights[old] for name, old in transfer.taken.items()}, facts)
 
 
 @dataclass(frozen=True)
@@ -149,7 +196,6 @@ class InitialWeights:
 
     def save(self, run: Run) -> None:
         """Write RUN/initial.ckpt."""
-        run.check_lease()
         Checkpoint(run.folder_uri, run.config).save(self.tensors, INITIAL)
 
 
@@ -179,7 +225,7 @@ def digest_weights(weights: Mapping[str, Tensor]) -> str:
     digest = hashlib.sha256()
     for name, tensor in sorted(weights.items()):
         digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}\n".encode())
-        digest.update(view_bytes(tensor.detach().contiguous()))
+        digest.update(view_bytes(tensor.detach().contiguous()).data)
     return f"sha256:{digest.hexdigest()}"
 
 
@@ -196,18 +242,9 @@ def plan_start(
         config = _adopt_network(config, values, source.network)
     network = resolve_network(config, prepared.plan)
     shapes = network_shapes(network, prepared.description, deep_supervision=config.deep_supervision)
-    transfer = plan_transfer(source.shapes, source.network, shapes, network, new_heads=finetune.new_heads)
-    if source.network.kind != network.kind or not fits(transfer, shapes, network):
-        raise ConfigError(
-            f"init_from: no layer of this network ({_describe(network)}) fits that of the source "
-            f"({_describe(source.network)})",
-            uri=source.uri,
-            fix="Train the source's network: finetune.network=source",
-        )
-    counts = {name: torch.Size(shape).numel() for name, shape in shapes.items()}
-    taken = sum(counts[name] for name in transfer.taken)
-    notes = _compare(source, prepared, transfer, config)
-    return config, PlannedStart(source, transfer, sum(counts.values()), taken, notes)
+    start = PlannedStart(source, network, shapes, config, prepared)
+    start.check()
+    return config, start
 
 
 def _adopt_network(config: TrainConfig, values: Mapping[str, Any], network: Network) -> TrainConfig:
@@ -227,10 +264,10 @@ def _describe(network: Network) -> str:
     return f"{network.kind}, features {', '.join(map(str, network.features))}"
 
 
-def _compare(
-    source: WeightSource, prepared: Prepared, transfer: WeightTransfer, config: TrainConfig
-) -> tuple[str, ...]:
-    """Return remarks about differences that shapes do not show."""
+def _describe_differences(
+    source: WeightSource, prepared: Prepared, config: TrainConfig, transfer: WeightTransfer
+) -> list[str]:
+    """Return remarks about what the shapes of tensors do not show."""
     notes = []
     old, new = source.description, prepared.description
     if any(name.startswith("head") for name in transfer.taken) and old.targets != new.targets:
@@ -247,4 +284,4 @@ def _compare(
         steps = config.finetune.freeze_steps
         until = "for the whole run" if steps is None else f"for the first {steps} steps"
         notes.append(f"the encoder is frozen {until}, except for layers that start anew")
-    return tuple(notes)
+    return notes

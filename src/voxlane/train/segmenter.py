@@ -295,7 +295,7 @@ class Segmenter(pl.LightningModule):
                     group["params"] = [self._optimized[number] for number in group["params"]]
 
     def on_train_start(self) -> None:
-        """Freeze what is frozen for some steps, now that all ranks know all parameters. Give loaded optimizer states the
+        """Freeze what is frozen for some steps, now that DDP knows all parameters. Give loaded optimizer states the
         memory format of their weights, which fused kernels rely on."""
         optimizer: Any = self.optimizers(use_pl_optimizer=False)
         steps = self.settings.finetune.freeze_steps

@@ -87,7 +87,7 @@ def test_run_starts_at_the_loss_of_its_source(
     assert same(network_weights(source), torch.load(tmp_path / "run/initial.ckpt", weights_only=True))
     assert set(start["taken"]) == set(network_weights(source))
     printed = capsys.readouterr().err
-    assert f"voxlane: starts from file://{source} (last checkpoint, {start['digest'][:19]})" in printed
+    assert f"voxlane: starts from file://{source} (last checkpoint, weights {start['digest'][:12]})" in printed
     assert "voxlane: taken: 28 of 28 tensors, 100.0% of the parameters" in printed
 
 
@@ -156,16 +156,32 @@ def test_two_ranks_fine_tune_the_same_network(
     """Also if the run resumes on one rank, and the other way round."""
     values = {**values, "layer_decay": 0.5}
     optimizer = {"name": "sgd", "lr": 0.01, "momentum": 0.9}
-    finetune(data, tmp_path / "one", source, finetune=values, optimizer=optimizer)
-    two, one = {"devices": 2, "strategy": strategy}, {"devices": 1, "strategy": "ddp"}
-    orders = [("a", two, one)] if strategy == "ddp" else [("a", two, one), ("b", one, two), ("c", two, two)]
+    finetune(data, tmp_path / "alone", source, finetune=values, optimizer=optimizer)
+    two, single = {"devices": 2, "strategy": strategy}, {"devices": 1, "strategy": "ddp"}
+    orders = [("a", two, single)] if strategy == "ddp" else [("a", two, single), ("b", single, two), ("c", two, two)]
     for name, first, second in orders:
         run = tmp_path / name
         finetune(data, run, source, finetune=values, optimizer=optimizer, max_minutes=1e-6, **first)
         finetune(data, run, source, resume=True, max_minutes=None, **second)
-        expected, found = weights(tmp_path / "one"), weights(run)
-        assert max(float((expected[k] - found[k]).abs().max()) for k in expected) < 1e-4, name
+        expected, trained = weights(tmp_path / "alone"), weights(run)
+        assert max(float((expected[k] - trained[k]).abs().max()) for k in expected) < 1e-4, name
         assert changed_tensors(run).isdisjoint(encoder(run)) == ("freeze_steps" not in values)
+
+
+@pytest.mark.cluster
+@pytest.mark.parametrize("steps", [3, 4])
+def test_sharded_states_of_frozen_weights_begin_when_they_are_trained(
+    data: str, source: Path, tmp_path: Path, steps: int
+) -> None:
+    """The run is stopped after three steps. Loading the checkpoint makes up states for all weights."""
+    values = {"freeze_encoder": True, "freeze_steps": steps}
+    two = {"devices": 2, "strategy": "fsdp"}
+    finetune(data, tmp_path / "run", source, finetune=values, max_minutes=1e-6, **two)
+    finetune(data, tmp_path / "run", source, resume=True, max_minutes=None, **two)
+    saved = torch.load(tmp_path / "run/checkpoints/last.ckpt", weights_only=True)["optimizer_states"][0]
+    names = list(network_weights(tmp_path / "run"))
+    counts = {names[number]: int(state["step"]) for number, state in saved["state"].items()}
+    assert counts == {name: 9 - steps if name.startswith("down.") else 9 for name in names}
 
 
 # -- steps on a GPU ----------------------------------------------------------------------------------------------------
@@ -194,9 +210,9 @@ def test_recorded_steps_leave_out_frozen_weights(
     finetune(data, tmp_path / "recorded", source, **values)
     names = network_weights(tmp_path / "plain")
     assert recorded == [len(names) - len(encoder(tmp_path / "plain")), len(names)]
-    plain, found = weights(tmp_path / "plain"), weights(tmp_path / "recorded")
+    plain, trained = weights(tmp_path / "plain"), weights(tmp_path / "recorded")
     for name, weight in plain.items():
-        torch.testing.assert_close(found[name], weight, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(trained[name], weight, rtol=1e-5, atol=1e-6)
 
 
 # -- learning rates ----------------------------------------------------------------------------------------------------
@@ -230,8 +246,11 @@ def test_every_group_follows_the_schedule(fused: bool) -> None:
     frozen = make_module(finetune={"freeze_encoder": True})
     groups = frozen.configure_optimizers()["optimizer"].param_groups
     trained = {weight for group in groups for weight in group["params"]}
-    kept = {name for name, weight in frozen.network.named_parameters() if weight not in trained}
-    assert kept == {name for name in names.values() if name.startswith("down.")} - {"down.0.0.weight", "down.0.0.bias"}
+    left_out = {name for name, weight in frozen.network.named_parameters() if weight not in trained}
+    assert left_out == {name for name in names.values() if name.startswith("down.")} - {
+        "down.0.0.weight",
+        "down.0.0.bias",
+    }
 
 
 # -- other datasets and networks ---------------------------------------------------------------------------------------

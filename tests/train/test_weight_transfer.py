@@ -43,17 +43,17 @@ def transfer(
 
 def test_equal_networks_share_everything() -> None:
     network = make_network(4, 8, 16)
-    found = transfer(network, network)
-    assert found.taken == {name: name for name in build(network, 1, 2).state_dict()}
-    assert not found.replaced
-    assert not found.missing
-    assert not found.unused
+    planned = transfer(network, network)
+    assert planned.taken == {name: name for name in build(network, 1, 2).state_dict()}
+    assert not planned.replaced
+    assert not planned.missing
+    assert not planned.unused
 
 
 def test_other_channels_and_labels_replace_the_first_and_the_last_layer() -> None:
     network = make_network(4, 8, 16, 32)
-    found = transfer(network, network, channels=2, classes=5)
-    assert found.replaced == {
+    planned = transfer(network, network, channels=2, classes=5)
+    assert planned.replaced == {
         "down.0.0.weight": ((4, 2, 3, 3, 3), (4, 1, 3, 3, 3)),
         "down.0.0.bias": ((4,), (4,)),
         "heads.0.weight": ((5, 4, 1, 1, 1), (2, 4, 1, 1, 1)),
@@ -61,28 +61,28 @@ def test_other_channels_and_labels_replace_the_first_and_the_last_layer() -> Non
         "heads.1.weight": ((5, 8, 1, 1, 1), (2, 8, 1, 1, 1)),
         "heads.1.bias": ((5,), (2,)),
     }
-    assert not found.missing
-    assert not found.unused
-    kept = transfer(network, network, new_heads=True)
-    assert set(kept.replaced) == {name for name in found.replaced if name.startswith("heads")}
+    assert not planned.missing
+    assert not planned.unused
+    with_new_heads = transfer(network, network, new_heads=True)
+    assert set(with_new_heads.replaced) == {name for name in planned.replaced if name.startswith("heads")}
 
 
 def test_networks_of_other_depth_share_their_finest_stages() -> None:
     shallow, deep = make_network(4, 8, 16), make_network(4, 8, 16, 32)
-    found = transfer(shallow, deep)
-    assert found.taken["up.2.weight"] == "up.1.weight"  # both to the finest resolution
-    assert found.taken["merge.1.0.weight"] == "merge.0.0.weight"
-    assert {name.rpartition(".")[0] for name in found.missing} >= {"down.3.0", "up.0", "merge.0.0", "heads.1"}
+    planned = transfer(shallow, deep)
+    assert planned.taken["up.2.weight"] == "up.1.weight"  # both to the finest resolution
+    assert planned.taken["merge.1.0.weight"] == "merge.0.0.weight"
+    assert {name.rpartition(".")[0] for name in planned.missing} >= {"down.3.0", "up.0", "merge.0.0", "heads.1"}
     back = transfer(deep, shallow)
-    assert set(back.unused) == set(found.missing)
-    assert {new: old for old, new in back.taken.items()} == dict(found.taken)
+    assert set(back.unused) == set(planned.missing)
+    assert {new: old for old, new in back.taken.items()} == dict(planned.taken)
 
 
 def test_layers_are_taken_as_a_whole() -> None:
-    found = transfer(make_network(4, 8, 16), make_network(4, 8, 16, norm="batch"))
-    assert "down.1.0.weight" in found.taken
-    assert found.replaced["down.1.1.weight"] == ((8,), (8,)), "without the running statistics it is another layer"
-    assert "down.1.1.running_mean" in found.missing
+    planned = transfer(make_network(4, 8, 16), make_network(4, 8, 16, norm="batch"))
+    assert "down.1.0.weight" in planned.taken
+    assert planned.replaced["down.1.1.weight"] == ((8,), (8,)), "without the running statistics it is another layer"
+    assert "down.1.1.running_mean" in planned.missing
 
 
 @pytest.mark.parametrize(
@@ -126,10 +126,10 @@ def test_layers_that_start_anew_are_not_frozen() -> None:
 
 def test_lines_name_what_did_not_fit() -> None:
     network = make_network(4, 8, 16, 32, 64)
-    found = transfer(network, network, classes=3)
-    start = {"uri": "gs://b/r", "origin": "best checkpoint", "digest": "sha256:" + "ab" * 32, "notes": ["note: n"]}
-    lines = format_transfer({**start, **found.to_plain(), "parameters": 1000, "parameters_taken": 990})
-    assert lines[0] == "starts from gs://b/r (best checkpoint, sha256:abababababab)"
-    assert lines[1] == f"taken: {len(found.taken)} of {len(found.taken) + 6} tensors, 99.0% of the parameters"
+    planned = transfer(network, network, classes=3)
+    start = {"uri": "gs://b/r", "origin": "best checkpoint", "digest": "ab" * 32, "notes": ["note: n"]}
+    lines = format_transfer({**start, **planned.to_plain(), "parameters": 1000, "parameters_taken": 990})
+    assert lines[0] == "starts from gs://b/r (best checkpoint, weights abababababab)"
+    assert lines[1] == f"taken: {len(planned.taken)} of {len(planned.taken) + 6} tensors, 99.0% of the parameters"
     assert lines[2].startswith("replaced, start anew: heads.0.weight 3x4x1x1x1 (source: 2x4x1x1x1), heads.0.bias 3 (")
     assert lines[3:] == ["note: n"]

@@ -96,10 +96,8 @@ def _open_run(run: Run, finetune: FinetuneConfig) -> WeightSource:
     trained = TrainedRun.load(run)
     if finetune.member is not None:
         raise ConfigError("finetune.member: a run has a single network", uri=run.folder_uri, fix="Leave it out")
-    found = (
-        n for n in dict.fromkeys((finetune.checkpoint, "last")) if run.store.exists(run.key(f"checkpoints/{n}.ckpt"))
-    )
-    name = next(found, None)
+    names = dict.fromkeys((finetune.checkpoint, "last"))
+    name = next((name for name in names if run.store.exists(run.key(f"checkpoints/{name}.ckpt"))), None)
     if name is None:
         fix = "Continue that run first: voxlane train DATA --run RUN --resume"
         raise RunError("init_from: the run has no checkpoint yet", uri=run.folder_uri, fix=fix)
@@ -204,8 +202,8 @@ def load_initial_weights(run: Run, network: nn.Module, start: Mapping[str, Any])
     byte is read once and sent to the others."""
     tensors = Checkpoint(run.folder_uri, run.config).load(INITIAL, map_location="cpu", read_once=True)
     shapes = {name: tuple(tensor.shape) for name, tensor in network.state_dict().items() if name in start["taken"]}
-    found = {name: tuple(tensor.shape) for name, tensor in tensors.items()} if isinstance(tensors, dict) else None
-    if found != shapes or len(shapes) != len(start["taken"]):
+    stored = {name: tuple(tensor.shape) for name, tensor in tensors.items()} if isinstance(tensors, dict) else None
+    if stored != shapes or len(shapes) != len(start["taken"]):
         raise RunError(
             "the weights do not match the network in run.json",
             uri=run.file_uri(INITIAL),
@@ -221,12 +219,12 @@ def names_starting_anew(facts: Mapping[str, Any]) -> set[str]:
 
 
 def digest_weights(weights: Mapping[str, Tensor]) -> str:
-    """Return the SHA-256 of all tensors with their names, types and shapes, in any order and memory format."""
+    """Return the SHA-256 (hexadecimal) of weights on the CPU: of their names, types, shapes and values."""
     digest = hashlib.sha256()
     for name, tensor in sorted(weights.items()):
         digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}\n".encode())
         digest.update(view_bytes(tensor.detach().contiguous()).data)
-    return f"sha256:{digest.hexdigest()}"
+    return digest.hexdigest()
 
 
 def plan_start(

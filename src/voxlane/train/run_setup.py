@@ -88,13 +88,13 @@ def prepare_run(
             lease.acquire()
         if resume:
             run.write_json("run.json", {**run.read_facts(), **{k: facts[k] for k in ("config", "environment")}})
-        elif weights is None:
-            run.create(facts)
         else:
-            if run.exists and run.has_results:
-                raise run.already_exists_error()
-            weights.save(run)
-            run.create({**facts, "init": weights.facts})
+            if weights is not None:
+                if run.exists and run.has_results:
+                    raise run.already_exists_error()
+                weights.save(run)
+                facts["init"] = weights.facts
+            run.create(facts)
     if weights is not None and print_line is not None:
         for line in format_transfer(weights.facts):
             print_line(line)

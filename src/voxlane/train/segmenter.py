@@ -299,7 +299,7 @@ class Segmenter(pl.LightningModule):
         memory format of their weights, which fused kernels rely on."""
         optimizer: Any = self.optimizers(use_pl_optimizer=False)
         steps = self.settings.finetune.freeze_steps
-        if steps is not None and self.global_step < steps:
+        if steps is not None and self.global_step <= steps:
             self._freeze(self._encoder_names())
             for name, weight in self.network.named_parameters():
                 if name in self._frozen:

@@ -94,7 +94,7 @@ def format_transfer(start: Mapping[str, Any]) -> list[str]:
     taken, new = start["taken"], [*start["replaced"], *start["missing"]]
     share = start["parameters_taken"] / start["parameters"]
     lines = [
-        f"starts from {start['uri']} ({start['origin']}, {start['digest'][:19]})",
+        f"starts from {start['uri']} ({start['origin']}, weights {start['digest'][:12]})",
         f"taken: {len(taken)} of {format_plural(len(taken) + len(new), 'tensor')}, {share:.1%} of the parameters",
     ]
     replaced = [f"{e['name']} {_size(e['shape'])} (source: {_size(e['source_shape'])})" for e in start["replaced"]]

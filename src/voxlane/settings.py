@@ -27,6 +27,7 @@ import pydantic.dataclasses
 import yaml
 
 from voxlane import redaction
+from voxlane import uri as uris
 from voxlane.errors import ConfigError
 
 _T = TypeVar("_T")
@@ -189,6 +190,30 @@ def is_path(field: Any) -> bool:
     """Return whether a field holds local paths or URIs."""
     metadata = [*field.metadata, *nested_types(field.annotation)]
     return any(isinstance(item, _PathMarker) for item in metadata)
+
+
+def make_paths_absolute(cls: type[Any], values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the nested values of a record with absolute local paths, for a command that runs in another folder. Paths
+    may also stand in lists, such as the choices of a search."""
+    result = dict(values)
+    for name, field in record_fields(cls).items():
+        nested, value = _nested_record(field.annotation), values.get(name)
+        if nested is not None and isinstance(value, Mapping):
+            result[name] = make_paths_absolute(nested, value)
+        elif value is not None and is_path(field):
+            result[name] = _make_absolute(value)
+    return result
+
+
+def _make_absolute(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {name: _make_absolute(item) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_make_absolute(item) for item in value]
+    if not isinstance(value, str):
+        return value
+    parsed = uris.parse(value)
+    return (f"/{parsed.key}" if parsed.scheme == "file" else value).rstrip("/")
 
 
 def iterate_fields(cls: type[Any], prefix: str = "") -> Iterator[tuple[str, Any, str]]:

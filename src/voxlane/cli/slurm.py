@@ -22,7 +22,17 @@ from voxlane.cluster.slurm import jobs as slurm
 from voxlane.cluster.slurm.jobs import JobStatus
 from voxlane.cluster.slurm.script import JobOptions, SlurmJob, render_script
 from voxlane.errors import ClusterError, ConfigError, VoxlaneError
-from voxlane.settings import REMAINDER, Flag, build, iterate_fields, record, suggest_field
+from voxlane.settings import (
+    REMAINDER,
+    Flag,
+    build,
+    format_value,
+    iterate_fields,
+    make_paths_absolute,
+    record,
+    set_dotted,
+    suggest_field,
+)
 
 if TYPE_CHECKING:
     from voxlane.store import StoreConfig
@@ -89,6 +99,8 @@ class SlurmRenderCommand(JobOptions):
         _check_field_names(name, command)
         if self.stage and name not in ("train", "tune"):
             raise ConfigError(f"--stage: `voxlane {name}` has no prepared dataset to copy")
+        overrides = getattr(command, "overrides", ())
+        words = [make_override_absolute(word) if word in overrides else word for word in words]
         job_values = {
             **{field.name: getattr(self, field.name) for field in dataclasses.fields(JobOptions)},
             "command": make_absolute(words, paths_of(command)),
@@ -157,6 +169,21 @@ def make_absolute(words: Sequence[str], paths: Collection[str]) -> list[str]:
         return _absolute_path(word) if word in paths else word
 
     return list(map(make_word_absolute, words))
+
+
+def make_override_absolute(word: str) -> str:
+    """Return a `field=value` with the local paths in it made absolute, such as those of init_from."""
+    from voxlane.train.config import TrainConfig
+
+    values: dict[str, Any] = {}
+    set_dotted(values, word)
+    absolute: Any = make_paths_absolute(TrainConfig, values)
+    if absolute == values:
+        return word
+    name = word.partition("=")[0]
+    for part in name.strip().split("."):
+        absolute = absolute[part]
+    return f"{name}={format_value(tuple(absolute) if isinstance(absolute, list) else absolute)}"
 
 
 def _absolute_path(path: str) -> str:

@@ -12,7 +12,7 @@ import pydantic
 from voxlane import settings
 from voxlane.errors import ConfigError
 from voxlane.model.augment import AugmentSettings
-from voxlane.settings import record
+from voxlane.settings import PathOrUri, record
 from voxlane.volume.patch_sampling import Placement
 from voxlane.volume.plan import MAX_FEATURES, Network, Norm, Plan, Voxels
 from voxlane.volume.zarr_array import MAX_GAP_BYTES
@@ -142,6 +142,31 @@ class LoaderConfig:
 
 
 @record
+class FinetuneConfig:
+    """How a run uses and trains the weights that it starts from (`init_from`)."""
+
+    checkpoint: Literal["last", "best"] = "last"
+    """Checkpoint to take the weights from, if init_from is a run. best: the one with the highest Dice in the
+    validations while training; the last one if the run validated nothing."""
+    member: str | None = None
+    """Name of the network to take, if init_from is an exported model of several. null: its only one."""
+    network: Literal["plan", "source"] = "plan"
+    """Network to train. plan: that of the dataset's plan and of this config; layers that do not fit start anew. source:
+    that of init_from, so that all layers but the first and the last are sure to fit."""
+    new_heads: bool = False
+    """Start the layers that compute logits anew even if they fit, because the labels mean something else."""
+    freeze_encoder: bool = False
+    """Keep the weights of the encoder, except those of layers that start anew."""
+    freeze_steps: int | None = pydantic.Field(default=None, ge=1)
+    """Number of steps after which a frozen encoder is trained too. null: it stays frozen."""
+    encoder_lr_factor: float = pydantic.Field(default=1.0, gt=0, le=1)
+    """Factor of the learning rate for the encoder."""
+    layer_decay: float = pydantic.Field(default=1.0, gt=0, le=1)
+    """Factor of the learning rate from one stage of the network to the stage before it. The logits have the full rate,
+    the finest stage of the decoder this factor of it, and so on to the first stage of the encoder."""
+
+
+@record
 class TrainConfig:
     """The config of one training run."""
 
@@ -167,6 +192,10 @@ class TrainConfig:
     the batch as one (batch_dice), which parts would change."""
     patch: tuple[Voxels, Voxels, Voxels] | None = None
     """Size of a patch in voxels (z, y, x). null: the plan's."""
+    init_from: PathOrUri | None = None
+    """Run or exported model whose weights the run starts from. Layers that do not fit, such as those for other channels
+    or labels, start anew. null: all weights are random."""
+    finetune: FinetuneConfig = FinetuneConfig()
     network: Network | None = None
     """Network architecture. null: the plan's."""
     base_features: int | None = pydantic.Field(default=None, ge=1)
@@ -211,6 +240,14 @@ class TrainConfig:
     """Store channels innermost in memory: faster on GPUs, and on CPUs with few features (1.6 times with 8)."""
     checkpoint_every_epochs: int = pydantic.Field(default=1, ge=1)
     """Number of epochs between the checkpoints that a run can resume from."""
+
+    def __post_init__(self) -> None:
+        finetune = self.finetune
+        if self.init_from is None and finetune != FinetuneConfig():
+            name = next(f.name for f in dataclasses.fields(finetune) if getattr(finetune, f.name) != f.default)
+            raise ConfigError(f"finetune.{name}: without init_from all weights are random", fix="Give init_from=RUN")
+        if finetune.freeze_steps is not None and not finetune.freeze_encoder:
+            raise ConfigError("finetune.freeze_steps: nothing is frozen", fix="Give finetune.freeze_encoder=true too")
 
 
 PRESETS: Mapping[str, Mapping[str, Any]] = {

@@ -28,6 +28,7 @@ from voxlane.distributed import run_on_rank_zero
 from voxlane.errors import NoMemoryError, ReportedError, RunError, StoppedError, VoxlaneError
 from voxlane.store import StoreConfig
 from voxlane.train.config import TrainConfig, resolve_network, split_batch
+from voxlane.train.initial_weights import load_initial_weights, names_starting_anew
 from voxlane.train.local_ranks import run_on_local_ranks
 from voxlane.train.patch_loader import PatchLoader
 from voxlane.train.ranks import RankInfo, process_group, read_job_start, read_rank_info
@@ -79,6 +80,7 @@ def train(
             command=command,
             check_local_devices=True,
             lease=lease,
+            print_line=partial(print, "voxlane:", file=sys.stderr, flush=True),
         )
         return resume, config.devices
 
@@ -145,7 +147,16 @@ def fit(
         progress_bar = sys.stdout.isatty() if progress is None else progress
         with silence_lightning(), _explain_out_of_memory(config, plan):
             parts = -(-rank_batch // at_once)
-            module = Segmenter(config, plan, trained.description, ranks=rank_info.world_size, parts=parts)
+            module = Segmenter(
+                config,
+                plan,
+                trained.description,
+                ranks=rank_info.world_size,
+                parts=parts,
+                starting_anew=names_starting_anew(trained.facts),
+            )
+            if checkpoint is None and trained.facts.get("init"):
+                load_initial_weights(run, module.network, trained.facts["init"])
             recorder = Recorder(
                 run,
                 module,

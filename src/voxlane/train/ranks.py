@@ -76,13 +76,13 @@ def gradient_bucket_mb(parameters: int) -> float:
     return min(25.0, max(1.0, 4 * parameters / 8 / 1e6))
 
 
-def make_ddp_strategy(parameters: int) -> DDPStrategy:
-    """Return DDP for a network with this many parameters.
+def make_ddp_strategy(parameters: int, *, find_unused: bool = False) -> DDPStrategy:
+    """Return DDP for a network with this many parameters. `find_unused`: some of them are frozen in some steps only.
 
     In buckets of torch's default size, most gradients of a small network wait for those of its last layer; in smaller
     buckets they are averaged while earlier layers are still computed.
     """
-    return DDPStrategy(bucket_cap_mb=gradient_bucket_mb(parameters))
+    return DDPStrategy(bucket_cap_mb=gradient_bucket_mb(parameters), find_unused_parameters=find_unused)
 
 
 @contextmanager

@@ -86,6 +86,8 @@ def render_run_page(findings: Findings) -> str:
         time_parts=time_parts,
         time_facts=_time_facts(findings),
         setup_facts=_setup_facts(run),
+        start_facts=_start_facts(run.get("init") or {}),
+        start_tensors=_start_tensors(run.get("init") or {}),
         levels=_network_levels(run),
         command_line=shlex.join(words) if isinstance(command, list) else words[0],
         environment=[(str(k).replace("_", " "), v) for k, v in (run.get("environment") or {}).items()],
@@ -280,6 +282,36 @@ def _setup_facts(run: Mapping[str, Any]) -> Facts:
         ("Network", str(_network(run).get("kind", ""))),
         ("Parameters", format_number(run.get("parameters"), 0)),
     )
+
+
+def _start_facts(start: Mapping[str, Any]) -> Facts:
+    """Return facts about the weights that the run started from."""
+    taken, new = (start.get(name) or () for name in ("taken", "replaced")), start.get("missing") or ()
+    counts = [len(names) for names in taken]
+    share = as_float(start.get("parameters_taken")) / max(1.0, as_float(start.get("parameters")))
+    return _keep_known(
+        ("Initial weights", _code(start.get("uri"))),
+        ("Weights", str(start.get("origin") or "")),
+        ("Digest", _code(start.get("digest"))),
+        ("Taken", f"{counts[0]} of {sum(counts) + len(new)} tensors, {share:.1%} of the parameters" if start else ""),
+        ("Notes", Markup("<br>").join(note.removeprefix("note: ") for note in start.get("notes") or ())),
+    )
+
+
+def _start_tensors(start: Mapping[str, Any]) -> list[tuple[str, list[str]]]:
+    """Return the tensors of the run's first weights by what became of them."""
+
+    def describe(entry: Mapping[str, Any]) -> str:
+        source = f" (source: {format_size(entry['source_shape'])})" if "source_shape" in entry else ""
+        return f"{entry['name']} {format_size(entry['shape'])}{source}"
+
+    kinds = {
+        "taken": [str(name) for name in start.get("taken") or ()],
+        "replaced, started anew": [describe(entry) for entry in start.get("replaced") or ()],
+        "not in the source, started anew": [describe(entry) for entry in start.get("missing") or ()],
+        "of the source, not used": [describe(entry) for entry in start.get("unused") or ()],
+    }
+    return [(kind, names) for kind, names in kinds.items() if names]
 
 
 def _code(value: Any) -> Markup:

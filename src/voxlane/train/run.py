@@ -1,6 +1,7 @@
 """The folder of a training run in a bucket.
 
 RUN/run.json            the command, the config, and the plan, description and cases that the run trains on
+RUN/initial.ckpt        the weights that the run starts from, if it has `init_from`
 RUN/history.json        one entry per epoch
 RUN/stall.json          how the run's time was spent
 RUN/checkpoints/        last.ckpt and best.ckpt

@@ -6,7 +6,7 @@ import dataclasses
 import datetime
 import os
 import platform
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -20,7 +20,9 @@ from voxlane.model.networks import check_patch
 from voxlane.store import StoreConfig
 from voxlane.store.lease import Lease
 from voxlane.train.config import TrainConfig, build_config, merge_values, resolve_batch, resolve_network, split_batch
+from voxlane.train.initial_weights import plan_start
 from voxlane.train.run import Run, TrainedRun
+from voxlane.train.weight_transfer import format_transfer
 from voxlane.volume.grid import MLPERF_RECIPE
 from voxlane.volume.prepared_dataset import Prepared
 
@@ -51,15 +53,16 @@ def prepare_run(
     command: Sequence[str] = (),
     check_local_devices: bool = False,
     lease: Lease | None = None,
+    print_line: Callable[[str], None] | None = None,
 ) -> TrainConfig:
     """Check everything that a run on this many ranks needs, and write run.json. One process does it, before the ranks.
 
     `data`: the prepared dataset or its URI. `ranks`: None means the config's `devices`. `check_local_devices`: the
     ranks will run on this machine, so its devices are checked too. `lease`: acquired before run.json is written; by
-    default it is held only meanwhile.
+    default it is held only meanwhile. `print_line`: receives the lines about the weights that the run starts from.
     """
     prepared = data if isinstance(data, Prepared) else Prepared.load(data, store)
-    values = config_values or {}
+    values = settings.make_paths_absolute(TrainConfig, config_values or {})
     run = Run(run_uri, store)
     config = _resume_config(run, prepared, values) if resume else build_config(values)
     if ranks is None:
@@ -68,8 +71,10 @@ def prepare_run(
         raise ConfigError(f"devices: {config.devices} conflicts with the {ranks} workers", fix="Leave devices out")
     else:
         config = dataclasses.replace(config, devices=1)
+    start = None
     if not resume:
         config = resolve_batch(config, prepared.plan, ranks)
+        config, start = plan_start(config, values, prepared, store)
     if config.loader.disk_cache is not None:  # ranks may have another working directory
         absolute = os.path.abspath(os.path.expanduser(config.loader.disk_cache))
         config = dataclasses.replace(config, loader=dataclasses.replace(config.loader, disk_cache=absolute))
@@ -77,20 +82,30 @@ def prepare_run(
     if check_local_devices:
         check_devices(config, config.devices)
     facts = _describe_run(config, prepared, ranks, command)
+    weights = None if start is None else start.load()
     with nullcontext() if lease is not None else run.open_lease():
         if lease is not None:
             lease.acquire()
         if resume:
             run.write_json("run.json", {**run.read_facts(), **{k: facts[k] for k in ("config", "environment")}})
         else:
+            if weights is not None:
+                if run.exists and run.has_results:
+                    raise run.already_exists_error()
+                weights.save(run)
+                facts["init"] = weights.facts
             run.create(facts)
+    if weights is not None and print_line is not None:
+        for line in format_transfer(weights.facts):
+            print_line(line)
     return config
 
 
 def check_config(prepared: Prepared, config_values: Mapping[str, Any], ranks: int = 1) -> TrainConfig:
     """Return the config with its batch set. Raises if this many ranks cannot train it on `prepared`; writes nothing."""
-    config = resolve_batch(build_config(config_values), prepared.plan, ranks)
-    _check(config, prepared, ranks)
+    values = settings.make_paths_absolute(TrainConfig, config_values)
+    config = resolve_batch(build_config(values), prepared.plan, ranks)
+    _check(plan_start(config, values, prepared, prepared.config)[0], prepared, ranks)
     return config
 
 
@@ -168,7 +183,10 @@ def _describe_run(config: TrainConfig, prepared: Prepared, ranks: int, command: 
     return {
         "created": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "command": redaction.redact_words(command),
-        "config": settings.to_plain(config),
+        "config": {
+            **settings.to_plain(config),
+            "init_from": config.init_from and redaction.redact_urls(config.init_from),
+        },
         "plan": settings.to_plain(plan),
         "network": settings.to_plain(network_config),
         "description": settings.to_plain(description),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Set
 from typing import Any
 
 import lightning.pytorch as pl
@@ -19,6 +19,7 @@ from voxlane.model.networks import build, check_patch
 from voxlane.model.sliding_window import predict_windows, to_mask
 from voxlane.train.config import OptimizerConfig, TrainConfig, resolve_learning_rate, resolve_network
 from voxlane.train.timing import GpuPrefetch, Stopwatch
+from voxlane.train.weight_transfer import find_frozen, scale_learning_rate
 from voxlane.volume.description import Description
 from voxlane.volume.plan import Plan
 
@@ -30,9 +31,17 @@ class Segmenter(pl.LightningModule):
     which resumes from a checkpoint computes what it would have computed without the pause."""
 
     def __init__(
-        self, config: TrainConfig, plan: Plan, description: Description, *, ranks: int = 1, parts: int = 1
+        self,
+        config: TrainConfig,
+        plan: Plan,
+        description: Description,
+        *,
+        ranks: int = 1,
+        parts: int = 1,
+        starting_anew: Set[str] = frozenset(),
     ) -> None:
-        """`parts`: number of parts in which a rank computes its share of a batch, one after another."""
+        """`parts`: number of parts in which a rank computes its share of a batch, one after another. `starting_anew`:
+        tensors that a fine-tuned network did not take over; they are never frozen and train at the full rate."""
         super().__init__()
         self.ranks = ranks
         self.parts = parts
@@ -44,7 +53,16 @@ class Segmenter(pl.LightningModule):
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(config.seed)
             self.network = self._build_network(deep_supervision=config.deep_supervision)
+        self._starting_anew = starting_anew
+        self._frozen: set[str] = set()
+        """Names of the parameters that get no gradient, weight decay or optimizer state."""
+        if config.finetune.freeze_encoder and config.finetune.freeze_steps is None:
+            self._freeze(self._encoder_names())
+        self._optimized: list[int] = []
+        """Number in the network of each parameter in the order of the optimizer."""
         self.sharded = config.strategy == "fsdp" and ranks > 1
+        if self.sharded and config.finetune.freeze_steps is not None:
+            self.strict_loading = False  # parameters that are frozen at first have no optimizer state yet
         # Before DDP lays out its buckets; FSDP does not accept such weights.
         if config.channels_last and not self.sharded:
             self.network.to(memory_format=torch.channels_last_3d)  # type: ignore[call-overload]
@@ -79,6 +97,35 @@ class Segmenter(pl.LightningModule):
         network, fused = resolve_network(self.settings, self.plan), self.settings.fused
         channels, outputs = len(self.description.channels), self.description.outputs
         return build(network, channels, outputs, deep_supervision=deep_supervision, fused=fused)
+
+    # -- frozen weights ------------------------------------------------------------------------------------------
+
+    def _encoder_names(self) -> set[str]:
+        names = (name for name, _ in self.network.named_parameters())
+        return find_frozen(names, resolve_network(self.settings, self.plan), self._starting_anew)
+
+    def _freeze(self, names: set[str]) -> None:
+        """Freeze exactly these parameters."""
+        self._frozen = names
+        for name, weight in self.network.named_parameters():
+            weight.requires_grad_(name not in names)
+        self.train(self.training)
+
+    def train(self, mode: bool = True) -> Segmenter:
+        """Set the mode of all layers. Frozen batch norms keep their statistics, as in evaluation."""
+        super().train(mode)
+        for module in self.network.modules() if self._frozen else ():
+            if isinstance(module, torch.nn.modules.batchnorm._BatchNorm) and not module.weight.requires_grad:
+                module.eval()
+        return self
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        """Train the encoder too once its frozen steps are over."""
+        steps = self.settings.finetune.freeze_steps
+        if steps is not None and self._frozen and self.global_step >= steps:
+            self._freeze(set())
+            if isinstance(self._step, RecordedStep):  # without the gradients of the encoder
+                self._step = self._record_step
 
     def on_fit_start(self) -> None:
         """Choose how to compute a step on the device."""
@@ -186,17 +233,32 @@ class Segmenter(pl.LightningModule):
         # One kernel for all parameters; it cannot clip gradients while float16's scaler holds them scaled.
         is_fused = self.device.type == "cuda" and self.settings.precision != "float16" and not config.foreach
         optimizer_class: Any = {"sgd": torch.optim.SGD, "adamw": torch.optim.AdamW}[config.name]
+        lr = resolve_learning_rate(self.settings, self.plan)
         optimizer = optimizer_class(
-            self.network.parameters(),
-            lr=resolve_learning_rate(self.settings, self.plan),
+            self._group_parameters(lr),
+            lr=lr,
             fused=is_fused if config.fused is None else config.fused,
             **config.torch_arguments(),
         )
+        numbers = {weight: number for number, weight in enumerate(self.parameters())}
+        self._optimized = [numbers[weight] for group in optimizer.param_groups for weight in group["params"]]
         total_steps = self.settings.epochs * self.settings.steps_per_epoch
         schedule = torch.optim.lr_scheduler.LambdaLR(
             optimizer, lambda step: learning_rate_factor(step, total_steps, config)
         )
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+    def _group_parameters(self, lr: float) -> list[dict[str, Any]]:
+        """Return the parameters that are ever trained, by their learning rates, the highest first. Within a group they
+        have the network's order, on which checkpoints of sharded weights rely."""
+        network, finetune = resolve_network(self.settings, self.plan), self.settings.finetune
+        by_factor: dict[float, list[torch.nn.Parameter]] = {}
+        factors = {"encoder_factor": finetune.encoder_lr_factor, "layer_decay": finetune.layer_decay}
+        for name, weight in self.network.named_parameters():
+            factor = 1.0 if name in self._starting_anew else scale_learning_rate(name, network, **factors)
+            if weight.requires_grad:
+                by_factor.setdefault(factor, []).append(weight)
+        return [{"params": weights, "lr": lr * factor} for factor, weights in sorted(by_factor.items(), reverse=True)]
 
     def configure_gradient_clipping(
         self, optimizer: Any, gradient_clip_val: Any = None, gradient_clip_algorithm: Any = None
@@ -226,10 +288,22 @@ class Segmenter(pl.LightningModule):
                 key: {n: v.contiguous() if isinstance(v, Tensor) else v for n, v in values.items()}
                 for key, values in saved.get("state", {}).items()
             }
+            if not self.sharded and self._optimized:
+                # Sharded weights are numbered as in the network, and so are all, so that either loads the other.
+                saved["state"] = {self._optimized[key]: values for key, values in saved["state"].items()}
+                for group in saved["param_groups"]:
+                    group["params"] = [self._optimized[number] for number in group["params"]]
 
     def on_train_start(self) -> None:
-        """Give loaded optimizer states the memory format of their weights, which fused kernels rely on."""
+        """Freeze what is frozen for some steps, now that DDP knows all parameters. Give loaded optimizer states the
+        memory format of their weights, which fused kernels rely on."""
         optimizer: Any = self.optimizers(use_pl_optimizer=False)
+        steps = self.settings.finetune.freeze_steps
+        if steps is not None and self.global_step <= steps:
+            self._freeze(self._encoder_names())
+            for name, weight in self.network.named_parameters():
+                if name in self._frozen:
+                    optimizer.state.pop(weight, None)  # made up when a checkpoint of sharded weights was loaded
         for weight, values in optimizer.state.items():
             for name, value in values.items():
                 if isinstance(value, Tensor) and value.shape == weight.shape and value.stride() != weight.stride():

@@ -136,7 +136,9 @@ def make_trainer(
     # Explicit, because Lightning would otherwise take variables that SLURM set as a sign of other ranks.
     plugins: list[Any] = [LauncherEnvironment() if is_distributed else LightningEnvironment()]
     parameters = sum(weights.numel() for weights in module.network.parameters())
-    strategy: Any = make_ddp_strategy(parameters) if is_distributed else "auto"
+    strategy: Any = "auto"
+    if is_distributed:
+        strategy = make_ddp_strategy(parameters, find_unused=config.finetune.freeze_steps is not None)
     if is_distributed and config.strategy == "fsdp":
         # One full file, as without FSDP: a run may resume on any number of ranks, with either strategy.
         strategy = BucketModelParallelStrategy(
@@ -224,6 +226,7 @@ def silence_lightning() -> Iterator[None]:
             "FSDP2-wrapped module .* returned a view",  # nothing writes to the view
             # About weights with sides of one voxel or channel, whose two layouts are the same bytes.
             "Grad strides do not match bucket view strides",
+            "find_unused_parameters=True was specified",  # once the encoder is not frozen any more
         ):
             warnings.filterwarnings("ignore", message=message)
         yield

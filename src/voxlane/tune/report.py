@@ -19,8 +19,8 @@ from voxlane.pages.render import Tile, explain_wrong_content, render
 from voxlane.redaction import redact_words
 from voxlane.store import StoreConfig
 from voxlane.temporary import temporary_folder
+from voxlane.train.config import build_config, resolve_batch
 from voxlane.train.run import Run
-from voxlane.train.run_setup import check_config
 from voxlane.train.trainer import BEST
 from voxlane.tune import charts
 from voxlane.tune.importance import BEST_SHARE, MIN_TRIALS, importance, importance_range, scored_trials
@@ -75,7 +75,8 @@ def publish(search: Search, run: Run, prepared: Prepared, space: Space) -> None:
         raise TuneError(f"none of {len(search.trials)} trials has a Dice{reason}", uri=run.folder_uri)
     write_events(search, run)
     head = f"# Trial {best.id} of {run.folder_uri}, mean Dice {best.dice:.4f}.\n"
-    config = check_config(prepared, space.config_values(best.params), space.tune.workers_per_trial)
+    config = build_config(space.config_values(best.params))
+    config = resolve_batch(config, prepared.plan, space.tune.workers_per_trial)
     body = yaml.safe_dump(settings.to_plain(config), sort_keys=False, default_flow_style=None)
     run.write_bytes("best.yaml", (head + body).encode())
     run.write_json("best.json", _describe_best(best, search, run, space.folds))

@@ -23,6 +23,7 @@ from voxlane.cluster.ray.cluster import list_nodes, open_cluster
 from voxlane.errors import AlreadyExistsError, ConfigError, MissingExtraError, TuneError
 from voxlane.store import StoreConfig
 from voxlane.store.lease import Lease
+from voxlane.train.config import TrainConfig
 from voxlane.train.ranks import read_job_start
 from voxlane.train.run import Run
 from voxlane.train.run_setup import check_config
@@ -61,7 +62,7 @@ def tune(
     """
     if importlib.util.find_spec("optuna") is None:
         raise MissingExtraError.of("ray", "searching")
-    space = parse_space(values, origin=origin)
+    space = parse_space(settings.make_paths_absolute(TrainConfig, values), origin=origin)  # trials run in other folders
     prepared = Prepared.load(data, store)
     _check_trainable(space, prepared)
     run = Run(out, store)

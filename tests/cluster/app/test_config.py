@@ -204,6 +204,14 @@ def test_files_are_read_and_checked(tmp_path: Path) -> None:
     write_files(tmp_path, text, train="store: {regoin: x}\n")
     with pytest.raises(ConfigError, match="regoin"):
         App.load(folder)
+    write_files(tmp_path, text, train="init_from: runs/a\n")
+    with pytest.raises(
+        ConfigError, match=r"train.yaml: init_from: pods do not have the path 'runs/a'. Give it as gs://"
+    ):
+        App.load(folder)
+    for path in ("gs://b/runs/a", "/models/a"):
+        write_files(tmp_path, text, train=f"init_from: {path}\n")
+        App.load(folder)
     tmp_path.joinpath("train.yaml").unlink()
     with pytest.raises(ConfigError, match=r"train.config: cannot read train.yaml: No such file"):
         App.load(folder)

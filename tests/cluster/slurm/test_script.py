@@ -17,7 +17,15 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from voxlane.cli.main import main
-from voxlane.cli.slurm import describe_search, describe_training, format_job, make_absolute, store_of
+from voxlane.cli.slurm import (
+    SlurmRenderCommand,
+    describe_search,
+    describe_training,
+    format_job,
+    make_absolute,
+    make_override_absolute,
+    store_of,
+)
 from voxlane.cluster.commands import default_launcher, restart_arguments
 from voxlane.cluster.slurm.jobs import JobStatus, explain_refusal, explain_wait, parse_queue
 from voxlane.cluster.slurm.node import find_endpoint, find_missing_hosts
@@ -613,6 +621,25 @@ def test_relative_paths_become_absolute(tmp_path: Path, monkeypatch: pytest.Monk
         "epochs=1",
         "gs://b/x",
     ]
+
+
+@pytest.mark.parametrize(
+    ("word", "expected"),
+    [
+        ("init_from=runs/a", "init_from={folder}/runs/a"),
+        ("init_from=null", "init_from=null"),
+        ("init_from=gs://b/r", "init_from=gs://b/r"),
+        ("init_from.choice=[null, runs/a]", "init_from.choice=[null,{folder}/runs/a]"),
+        ("loader.staged=/scratch", "loader.staged=/scratch"),
+    ],
+)
+def test_relative_paths_in_fields_become_absolute(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, word: str, expected: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert make_override_absolute(word) == expected.format(folder=tmp_path)
+    job, _ = SlurmRenderCommand(command=("train", "data", "--run", "r", word))._make_job()
+    assert job.command[-1] == expected.format(folder=tmp_path)
 
 
 def test_hosts_are_compared_without_their_domains() -> None:

@@ -104,8 +104,8 @@ def train_on_ray(
     `nodes`: use exactly this many machines, with equally many workers on each. `min_workers`: smallest number of
     workers to continue with when some are lost (default: one), and to start with (default: all). `gpus_per_worker`: by
     default one if the cluster has GPUs and the config does not choose CPUs. `address`: an existing cluster; by default
-    one is started on this machine for the run. `print_line`: receives the lines about lost and new workers (default:
-    stderr).
+    one is started on this machine for the run. `print_line`: receives the lines about lost and new workers, and
+    about the weights that the run starts from (default: stderr).
     """
     if workers < 1:
         raise ConfigError(f"--workers {workers} is too small", fix="Give 1 or more")
@@ -127,7 +127,15 @@ def train_on_ray(
         clusters.check_capacity(clusters.list_nodes(), workers, cpus_per_worker, gpus, nodes, min_workers)
         cleanup.callback(lease.release, whole_job=True)
         config = prepare_run(
-            prepared, run_uri, config_values, store, ranks=workers, resume=resume, command=command, lease=lease
+            prepared,
+            run_uri,
+            config_values,
+            store,
+            ranks=workers,
+            resume=resume,
+            command=command,
+            lease=lease,
+            print_line=print_line or partial(print, "voxlane:", file=sys.stderr, flush=True),
         )
         assert config.batch is not None, "prepare_run sets it"
         request = WorkerRequest(

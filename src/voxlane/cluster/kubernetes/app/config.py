@@ -507,6 +507,7 @@ def _load_files(app: App, folder: str, origin: str, check_space: SpaceCheck | No
     for override in format_overrides(app.work.set):
         settings.set_dotted(values, override)
     _reject_secrets(values, "", path)
+    _check_source(values.get("init_from"), path)
     if app.train is not None:
         from voxlane.store import StoreConfig
         from voxlane.train.config import build_config
@@ -519,6 +520,16 @@ def _load_files(app: App, folder: str, origin: str, check_space: SpaceCheck | No
     elif check_space is not None:
         check_space(values, path)
     return files
+
+
+def _check_source(init_from: Any, origin: str) -> None:
+    """Check that pods can find the weights that training starts from, or each choice of a search."""
+    if isinstance(init_from, Mapping | list):
+        for item in init_from.values() if isinstance(init_from, Mapping) else init_from:
+            _check_source(item, origin)
+    elif isinstance(init_from, str) and not init_from.startswith((*_BUCKETS, "/")):
+        fix = "Give it as gs://, s3:// or az://, or as an absolute path in the image"
+        raise ConfigError(f"init_from: pods do not have the path {init_from!r}", uri=origin, fix=fix)
 
 
 def _read_file(folder: str, name: str, field: str, origin: str) -> str:

@@ -248,7 +248,8 @@ class TrainCommand(FieldsFileOptions, RayOptions, ConfiguredOptions):
 
     def _train(self) -> None:
         from voxlane.train import ranks
-        from voxlane.train.run import Run
+        from voxlane.train.run import Run, describe_cut
+        from voxlane.train.run_setup import is_done
         from voxlane.volume.prepared_dataset import Prepared
 
         file_values, options = self.read(), self
@@ -265,7 +266,7 @@ class TrainCommand(FieldsFileOptions, RayOptions, ConfiguredOptions):
         resume_if_exists = self.auto_resume or (self.resume and self.folds is not None)
         for uri, values in targets:
             run = Run(uri, store_config)
-            if resume_if_exists and run.is_done:
+            if resume_if_exists and is_done(run, values):
                 if is_first_rank:
                     print(f"run: {uri} (done before)")
                 continue
@@ -284,6 +285,8 @@ class TrainCommand(FieldsFileOptions, RayOptions, ConfiguredOptions):
                 raise
             if is_first_rank:
                 print(_format_timing(report))
+                if cut := describe_cut(run.read_json("done.json") or {}):
+                    print(f"{cut}; continue with --resume and a larger max_minutes=N, or max_minutes=null")
                 print(f"run: {uri}")
         if is_first_rank:
             print(f"next: voxlane evaluate {self.run}")

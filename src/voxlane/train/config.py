@@ -190,7 +190,8 @@ class TrainConfig:
     early_stop: int | None = pydantic.Field(default=None, ge=1)
     """Stop after this many validations without a better Dice. null: never."""
     max_minutes: float | None = pydantic.Field(default=None, gt=0, le=1e6)
-    """Stop after this time, with a checkpoint. null: never."""
+    """Minutes to train, over all starts of the run. If they do not suffice for all epochs, the learning rate falls to
+    zero by then, and the run stops within two steps, validates, saves and ends. null: no limit."""
     loader: LoaderConfig = LoaderConfig()
     accelerator: Literal["auto", "cpu", "gpu"] = "auto"
     """Device to train on. auto: GPUs if there are any."""
@@ -211,6 +212,11 @@ class TrainConfig:
     """Store channels innermost in memory: faster on GPUs, and on CPUs with few features (1.6 times with 8)."""
     checkpoint_every_epochs: int = pydantic.Field(default=1, ge=1)
     """Number of epochs between the checkpoints that a run can resume from."""
+
+    @property
+    def total_steps(self) -> int:
+        """Number of steps of all epochs."""
+        return self.epochs * self.steps_per_epoch
 
 
 PRESETS: Mapping[str, Mapping[str, Any]] = {

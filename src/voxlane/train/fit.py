@@ -22,6 +22,7 @@ import torch
 import torch.utils.data
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
+from voxlane import settings
 from voxlane.checkpoint.lightning import AsyncBucketCheckpointIO
 from voxlane.dataset.prefetch import ordered_prefetch
 from voxlane.distributed import run_on_rank_zero
@@ -35,6 +36,7 @@ from voxlane.train.recorder import Recorder
 from voxlane.train.run import Run, TrainedRun
 from voxlane.train.run_setup import check_devices, prepare_run, uses_gpu
 from voxlane.train.segmenter import Segmenter
+from voxlane.train.time_limit import TimeLimit
 from voxlane.train.trainer import LAST, LastCheckpoint, OnEpoch, make_trainer, silence_lightning
 from voxlane.volume.case_volumes import CacheLimits, Cases
 from voxlane.volume.patch_stream import PatchStream
@@ -172,14 +174,18 @@ def fit(
             report = recorder.finish(trainer)
             trainer.strategy.checkpoint_io.teardown()
         if rank_info.rank == 0:
-            _mark_if_done(run, trainer, _count_epochs(recorder.history), config.epochs)
+            _mark_if_done(run, trainer, _count_epochs(recorder.history), config)
         return report
 
 
-def _mark_if_done(run: Run, trainer: pl.Trainer, epochs_done: int, epochs_planned: int) -> None:
+def _mark_if_done(run: Run, trainer: pl.Trainer, epochs_done: int, config: TrainConfig) -> None:
     stopped_early = any(callback.stopped_epoch > 0 for callback in trainer.early_stopping_callbacks)
-    if epochs_done >= epochs_planned or stopped_early:
-        run.mark_done(epochs_done, epochs_planned)
+    limits = [callback for callback in trainer.callbacks if isinstance(callback, TimeLimit)]  # type: ignore[attr-defined]
+    if epochs_done >= config.epochs or stopped_early:
+        run.mark_done(epochs_done, config.epochs)
+    elif any(limit.has_ended_run for limit in limits):
+        steps = {"steps": trainer.global_step, "planned_steps": config.total_steps}
+        run.mark_done(epochs_done, config.epochs, max_minutes=config.max_minutes, **steps)
 
 
 @contextmanager
@@ -194,8 +200,9 @@ def _hold_lease(run: Run, token: str | None) -> Iterator[Run]:
 
 
 def _count_epochs(history: Sequence[Mapping[str, Any]]) -> int:
-    epochs: int = history[-1]["epoch"] + 1 if history else 0
-    return epochs
+    """Return the number of epochs trained, without one that the time limit cut short."""
+    complete = [entry["epoch"] + 1 for entry in history if not entry.get("cut")]
+    return complete[-1] if complete else 0
 
 
 def _find_resume_point(run: Run, config: TrainConfig, last_epoch: int) -> tuple[list[dict[str, Any]], str | None]:
@@ -209,12 +216,8 @@ def _find_resume_point(run: Run, config: TrainConfig, last_epoch: int) -> tuple[
         if not run.store.exists(run.key(f"checkpoints/{LAST}.ckpt")):
             return None
         history: list[dict[str, Any]] = run.read_json("history.json") or []
-        if _count_epochs(history) >= config.epochs and run.is_done:
-            raise RunError(
-                f"the run has finished its {config.epochs} epochs",
-                uri=run.folder_uri,
-                fix="Give a larger number with epochs=N",
-            )
+        if error := run.finished_error(settings.to_plain(config)):
+            raise error
         return history
 
     history = run_on_rank_zero(read_history)

@@ -20,7 +20,7 @@ from voxlane.model.networks import check_patch
 from voxlane.store import StoreConfig
 from voxlane.store.lease import Lease
 from voxlane.train.config import TrainConfig, build_config, merge_values, resolve_batch, resolve_network, split_batch
-from voxlane.train.run import Run, TrainedRun
+from voxlane.train.run import Run, TrainedRun, covers_config
 from voxlane.volume.grid import MLPERF_RECIPE
 from voxlane.volume.prepared_dataset import Prepared
 
@@ -81,6 +81,8 @@ def prepare_run(
         if lease is not None:
             lease.acquire()
         if resume:
+            if error := run.finished_error(facts["config"]):
+                raise error
             run.write_json("run.json", {**run.read_facts(), **{k: facts[k] for k in ("config", "environment")}})
         else:
             run.create(facts)
@@ -92,6 +94,15 @@ def check_config(prepared: Prepared, config_values: Mapping[str, Any], ranks: in
     config = resolve_batch(build_config(config_values), prepared.plan, ranks)
     _check(config, prepared, ranks)
     return config
+
+
+def is_done(run: Run, config_values: Mapping[str, Any]) -> bool:
+    """Return whether a run has nothing left to do, also with these changes to its config."""
+    done = run.read_json("done.json")
+    if done is None:
+        return False
+    config = settings.build(TrainConfig, merge_values(run.read_facts()["config"], config_values))
+    return covers_config(done, settings.to_plain(config))
 
 
 def _resume_config(run: Run, prepared: Prepared, config_values: Mapping[str, Any]) -> TrainConfig:

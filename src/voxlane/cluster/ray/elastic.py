@@ -170,7 +170,7 @@ def _follow_history(
             return []  # the next read may succeed; training does not depend on it
 
     # Epochs of an earlier part of the run are not reported again.
-    last_epoch = max((entry["epoch"] for entry in read_history()), default=-1)
+    last_epoch = max((entry["epoch"] for entry in read_history() if not entry.get("cut")), default=-1)
     bar.update(last_epoch + 1)
 
     def report_new_epochs() -> None:

@@ -296,7 +296,8 @@ def test_another_dataset_is_refused(data: str, straight: Path, tmp_path: Path) -
     sample_data.prepare_dataset(
         sample_data.write_folder(tmp_path / "scans", sample_data.make_kits19(7)), str(tmp_path / "other")
     )
-    with pytest.raises(RunError, match="which is another dataset or has been prepared again"):
+    words = r"other is not the dataset of the run: it has 1 more case, such as case_00006\. Name .* with --data URI"
+    with pytest.raises(RunError, match=words):
         train(str(tmp_path / "other"), str(straight), {}, resume=True, progress=False)
 
 

@@ -26,9 +26,10 @@ from voxlane import settings
 from voxlane.checkpoint.lightning import AsyncBucketCheckpointIO
 from voxlane.dataset.prefetch import ordered_prefetch
 from voxlane.distributed import run_on_rank_zero
-from voxlane.errors import NoMemoryError, ReportedError, RunError, StoppedError, VoxlaneError
+from voxlane.errors import ConfigError, NoMemoryError, ReportedError, StoppedError, VoxlaneError
 from voxlane.store import StoreConfig
 from voxlane.train.config import TrainConfig, resolve_network, split_batch
+from voxlane.train.dataset_location import check_dataset, load_dataset
 from voxlane.train.local_ranks import run_on_local_ranks
 from voxlane.train.patch_loader import PatchLoader
 from voxlane.train.ranks import RankInfo, process_group, read_job_start, read_rank_info
@@ -47,7 +48,7 @@ RESUME_FIX = "--resume continues from the last checkpoint"
 
 
 def train(
-    data: str,
+    data: str | None,
     run_uri: str,
     config_values: Mapping[str, Any] | None = None,
     store: StoreConfig | None = None,
@@ -58,6 +59,8 @@ def train(
 ) -> dict[str, Any]:
     """Train on the prepared dataset `data` into the folder `run_uri`; return the stall report.
 
+    `data` may be None for a run that is resumed: it finds its dataset (`dataset_location`). If it was moved, `data` is
+    its new place, which the run remembers.
     `config_values`: fields of `TrainConfig` as plain nested data, over its preset. With `resume` the run continues from
     its last checkpoint with the config it has; `config_values` may then change only fields that decide neither patches
     nor network: epochs (which stretches the schedule), max_minutes, early_stop, devices, loader, validation.
@@ -70,7 +73,7 @@ def train(
     lease = run.open_lease(start=read_job_start())
 
     def prepare() -> tuple[bool, int]:
-        loaded.append(Prepared.load(data, store))
+        loaded.append(load_for_start(data, run, resume=resume))
         config = prepare_run(
             loaded[0],
             run_uri,
@@ -101,6 +104,15 @@ def train(
         return fit(run_uri, store, resume=resume, progress=progress, prepared=loaded_here, lease_token=lease.token)
 
 
+def load_for_start(data: str | None, run: Run, *, resume: bool) -> Prepared:
+    """Load the dataset of a run that starts or resumes."""
+    if resume:
+        return load_dataset(run, TrainedRun.load(run), data)
+    if data is None:
+        raise ConfigError("a new run needs the URI of a prepared dataset", uri=run.folder_uri)
+    return Prepared.load(data, run.config)
+
+
 def fit(
     run_uri: str,
     store: StoreConfig | None = None,
@@ -124,11 +136,10 @@ def fit(
         rank_info = read_rank_info()
         trained = TrainedRun.load(run)
         config, plan = trained.config, trained.plan
-        prepared = prepared or Prepared.load(trained.data_uri, store)
-        if prepared.digest != trained.data_digest:
-            raise RunError(
-                "the dataset was prepared again after the run was created", uri=prepared.uri, fix="Start a new run"
-            )
+        if prepared is None:
+            prepared = load_dataset(run, trained)
+        else:
+            check_dataset(run, trained, prepared)
         check_devices(config, rank_info.local_world_size)
         last_epoch = min(config.epochs, until_epoch or config.epochs)
         history, checkpoint = _find_resume_point(run, config, last_epoch) if resume else ([], None)

@@ -31,7 +31,7 @@ $(VENV)/.installed: $(VENV)/.created pyproject.toml
 	else echo "npm is not installed: the az:// tests will be skipped"; fi
 	@touch $@
 
-demo: install  ## train on a local bucket of synthetic scans and write scores and pictures; no cloud account needed (about 4 minutes)
+demo: install  ## train on a local bucket of synthetic scans and write scores and pictures; no cloud account needed (about 4 minutes on two idle cores)
 	OMP_WAIT_POLICY=PASSIVE $(BIN)/python demo/demo.py --out demo-out
 
 demo-streaming: install  ## list, stream, resume and draw whole objects (about a minute)

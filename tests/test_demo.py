@@ -45,6 +45,13 @@ def test_every_command_is_shown_and_succeeds(printed: str) -> None:
     assert "8 cases in gs://demo/prepared" in printed
 
 
+def test_training_shows_its_progress_and_has_no_time_limit(printed: str) -> None:
+    assert "longer on a busy machine: the progress shows how long is left" in printed
+    assert re.search(r"^epoch 1 of 1: loss ", printed, re.MULTILINE)
+    assert "2 steps, 2 patches" in printed
+    assert "max_minutes" not in printed
+
+
 def test_output_ends_with_scores_traffic_and_the_report(printed: str, out: Path) -> None:
     end = printed[printed.index("── results") :]
     for target in ("kidney", "tumour", "mean"):

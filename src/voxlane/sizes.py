@@ -39,6 +39,18 @@ def format_plural(count: int, noun: str) -> str:
     return f"{count} {noun}{'' if count == 1 else 's'}"
 
 
+def format_rough_duration(seconds: float) -> str:
+    """Format an estimate, such as 40 s, 3 min or 2.5 h."""
+    seconds = max(0.0, seconds)
+    return (
+        f"{seconds:.0f} s"
+        if seconds < 90
+        else f"{seconds / 60:.0f} min"
+        if seconds < 5400
+        else f"{seconds / 3600:.1f} h"
+    )
+
+
 def parse_duration(duration: str | int, *, name: str = "duration") -> int:
     """Return the seconds of a duration above zero, such as 2h, 30m or 1h30m. `name` is used in the error message."""
     text = str(duration).strip()

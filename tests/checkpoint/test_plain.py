@@ -7,6 +7,7 @@ import io
 import json
 import multiprocessing
 import random
+import re
 import threading
 import time
 from dataclasses import replace
@@ -122,6 +123,17 @@ def test_truncated_file_is_named(gcs: Bucket) -> None:
     ckpt.save({"w": torch.randn(1000)}, "a.ckpt")
     gcs.store.put("a.ckpt", bytes(gcs.store.get("a.ckpt"))[:-100])
     with pytest.raises(errors.CorruptError, match=r"a\.ckpt: the object has [\d,]+ bytes, [\d,]+ were written"):
+        ckpt.load("a.ckpt")
+
+
+def test_truncated_file_of_several_saves_names_the_size_of_the_last(gcs: Bucket) -> None:
+    ckpt = Checkpoint(gcs.uri, gcs.config)
+    for values in (1000, 2000, 3000):
+        ckpt.save({"w": torch.randn(values)}, "a.ckpt")
+    body = bytes(gcs.store.get("a.ckpt"))
+    gcs.store.put("a.ckpt", body[:-100])
+    expected = f"a.ckpt: the object has {len(body) - 100:,} bytes, {len(body):,} were written"
+    with pytest.raises(errors.CorruptError, match=re.escape(expected)):
         ckpt.load("a.ckpt")
 
 

@@ -23,7 +23,7 @@ from voxlane.testing import Emulator
 from voxlane.train import segmenter
 from voxlane.train.config import build_config
 from voxlane.train.fit import train
-from voxlane.train.initial_weights import digest_weights
+from voxlane.train.initial_weights import compute_digest
 from voxlane.train.report import report
 from voxlane.train.run import Run
 from voxlane.train.run_setup import _describe_run
@@ -83,7 +83,7 @@ def test_run_starts_at_the_loss_of_its_source(
     (scratch,), (first,), last = losses(tmp_path / "scratch"), losses(tmp_path / "run"), losses(source)[-1]
     assert abs(first - last) < 0.1 * (scratch - last), (scratch, first, last)
     start = facts(tmp_path / "run")["init"]
-    assert start["digest"] == digest_weights(network_weights(source))
+    assert start["digest"] == compute_digest(network_weights(source))
     assert same(network_weights(source), torch.load(tmp_path / "run/initial.ckpt", weights_only=True))
     assert set(start["taken"]) == set(network_weights(source))
     printed = capsys.readouterr().err
@@ -308,7 +308,7 @@ def test_exported_model_is_fine_tuned(balls: str, tmp_path: Path) -> None:
     expected = tiny_models.make_weights(model.facts.members[1])
     taken = torch.load(tmp_path / "run/initial.ckpt", weights_only=True)
     assert same(taken, {name: tensor for name, tensor in expected.items() if not name.startswith("heads.")})
-    assert (start["origin"], start["digest"]) == ("network fold_1", digest_weights(expected))
+    assert (start["origin"], start["digest"]) == ("network fold_1", compute_digest(expected))
     assert [entry["name"] for entry in start["replaced"]] == ["heads.0.weight", "heads.0.bias"]
     report(str(tmp_path / "run"))
     page = (tmp_path / "run/report.html").read_text()
@@ -416,7 +416,7 @@ def test_best_checkpoint_and_relative_path(
     finetune(data, tmp_path / "run", "run/", **values)
     assert facts(tmp_path / "run")["config"]["init_from"] == str(source)
     best = {n.removeprefix("network."): t for n, t in weights(source, "best").items() if n.startswith("network.")}
-    assert facts(tmp_path / "run")["init"]["digest"] == digest_weights(best)
+    assert facts(tmp_path / "run")["init"]["digest"] == compute_digest(best)
     assert facts(tmp_path / "run")["init"]["origin"] == "best checkpoint"
 
 

@@ -141,6 +141,21 @@ def test_run_without_evaluation(tmp_path: Path) -> None:
     assert "Best mean Dice" in text, "the validation during training stands in"
 
 
+def test_run_that_its_time_limit_ended(run: Path) -> None:
+    history = json.loads((run / "history.json").read_text())
+    history[-1]["cut"] = 7
+    fake_run.dump(run / "history.json", history)
+    done = {"epochs": 29, "of": 30, "max_minutes": 4.5, "steps": 600, "planned_steps": 700}
+    fake_run.dump(run / "done.json", done)
+    text = Outline(render_page(run)).text
+    assert "max_minutes=4.5 ended the run after 600 of 700 steps: its schedule ended with the time" in text
+    assert "Epochs 29 600 of 700 planned steps" in text
+    fake_run.dump(run / "done.json", {**done, "steps": 500})
+    assert "ended the run" not in Outline(render_page(run)).text, "it was continued since"
+    fake_run.dump(run / "done.json", {"epochs": 30, "of": 30})
+    assert "ended the run" not in Outline(render_page(run)).text
+
+
 def test_run_that_has_just_started(tmp_path: Path) -> None:
     folder = fake_run.write(tmp_path / "run", evaluated=False)
     (folder / "history.json").unlink()

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.train.test_fit import TINY, fold_with_cases, weights
+from tests.train.test_fit import TINY, fold_with_cases, train_first_epoch, weights
 from tests.volume import sample_data
 from voxlane import settings
 from voxlane.errors import ConfigError, NoMemoryError, RunError
@@ -121,8 +121,8 @@ def test_batch_in_parts_on_two_ranks(data: str, alone: Path, tmp_path: Path) -> 
 
 def test_run_resumes_on_fewer_ranks_with_the_same_batch(data: str, alone: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
-    train(data, str(run), make_config(data, devices=2, max_minutes=1e-6), progress=False)
-    train(data, str(run), {"devices": 1, "max_minutes": None}, resume=True, progress=False)
+    train_first_epoch(data, run, make_config(data, devices=2))
+    train(data, str(run), {"devices": 1}, resume=True, progress=False)
     assert [entry["ranks"] for entry in history(run)] == [2, 1, 1]
     assert orders(run) == orders(alone)
     assert max_difference(alone, run) < 1e-5
@@ -134,9 +134,9 @@ def test_fsdp_is_the_same_run(data: str, alone: Path, tmp_path: Path) -> None:
     sharded, unsharded = {"devices": 2, "strategy": "fsdp"}, {"devices": 1, "strategy": "ddp"}
     for name, first, second in (("a", sharded, unsharded), ("b", unsharded, sharded)):
         run = tmp_path / name
-        train(data, str(run), make_config(data, **first, max_minutes=1e-6), progress=False)
+        train_first_epoch(data, run, make_config(data, **first))
         assert len(history(run)) == 1
-        train(data, str(run), {**second, "max_minutes": None}, resume=True, progress=False)
+        train(data, str(run), second, resume=True, progress=False)
         assert orders(run) == orders(alone)
         assert max_difference(alone, run) < 1e-5
 
@@ -312,9 +312,9 @@ def test_batch_per_worker() -> None:
 
 @pytest.mark.cluster
 def test_batch_per_worker_keeps_the_batch_on_fewer_workers(data: str, tmp_path: Path) -> None:
-    values = make_config(data, batch=None, batch_per_worker=2, devices=2, max_minutes=1e-6)
-    train(data, str(tmp_path / "run"), values, progress=False)
-    resumed = {**values, "devices": 1, "max_minutes": None}
+    values = make_config(data, batch=None, batch_per_worker=2, devices=2)
+    train_first_epoch(data, tmp_path / "run", values)
+    resumed = {**values, "devices": 1}
     train(data, str(tmp_path / "run"), {k: v for k, v in resumed.items() if k != "batch"}, resume=True, progress=False)
     assert [(e["ranks"], e["patches"]) for e in history(tmp_path / "run")] == [(2, 12), (1, 12), (1, 12)]
 

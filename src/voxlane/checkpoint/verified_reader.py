@@ -81,8 +81,7 @@ class VerifiedObject:
         if contents and not self._contents:
             contents = self._read_contents_again() or contents
         if contents and not self._contents:
-            expected = " or ".join(dict.fromkeys(f"{checksums.size:,}" for checksums in contents))
-            raise corrupt_error(self.uri, f"the object has {info.size:,} bytes, {expected} were written")
+            raise corrupt_error(self.uri, f"the object has {info.size:,} bytes, {contents[-1].size:,} were written")
         if len({checksums.block_bytes for checksums in self._contents}) > 1:
             raise corrupt_error(self.uri, "its checksums are of blocks of different sizes")
         self.block_bytes = self._contents[0].block_bytes if self._contents else 1

@@ -29,6 +29,7 @@ from voxlane.errors import (
     NotFoundError,
     PermissionDeniedError,
     ScanError,
+    UsageError,
     VoxlaneError,
 )
 from voxlane.settings import ARGUMENT, OVERRIDES, Flag, PathOrUri, build, read_file, record
@@ -223,7 +224,8 @@ class TrainCommand(FieldsFileOptions, RayOptions, ConfiguredOptions):
     Examples:
       voxlane train gs://work/kits19 --run gs://work/runs/first
       voxlane train prepared --run runs/small preset=small epochs=20
-      voxlane train prepared --run runs/first --resume
+      voxlane train --run runs/first --resume
+      voxlane train --run runs/first --resume --data gs://work/moved
       voxlane train prepared --run runs/cv --folds all          one run per fold: runs/cv/fold_0, ...
       voxlane train gs://work/kits19 --run gs://work/runs/wide --workers 8 --nodes 2 --address auto
     """
@@ -231,8 +233,10 @@ class TrainCommand(FieldsFileOptions, RayOptions, ConfiguredOptions):
     config_class: ClassVar[str] = "voxlane.train.config:TrainConfig"
     presets: ClassVar[str] = "voxlane.train.config:PRESETS"
 
-    data: Annotated[PathOrUri, ARGUMENT]
-    """URI or folder of the prepared dataset."""
+    data: Annotated[PathOrUri | None, ARGUMENT] = None
+    """URI or folder of the prepared dataset. A run that is resumed knows it."""
+    moved_data: Annotated[PathOrUri | None, Flag(long="--data", metavar="URI")] = None
+    """New place of the dataset, for a run that is resumed after its dataset was moved or copied. The run keeps it."""
     run: PathOrUri
     """URI or folder for the run."""
     resume: bool = False
@@ -242,15 +246,24 @@ class TrainCommand(FieldsFileOptions, RayOptions, ConfiguredOptions):
     folds: Annotated[str | None, Flag(metavar="LIST")] = None
     """Folds to train, each as a run of its own in RUN/fold_N: all, or numbers such as 0,2."""
 
+    @property
+    def dataset(self) -> str | None:
+        """URI of the dataset; None if a run that is resumed has to find it. Raises UsageError if it is missing."""
+        if self.data is None and self.moved_data is None and not (self.resume or self.auto_resume):
+            raise UsageError("voxlane train: missing DATA", fix="See: voxlane train --help")
+        return self.moved_data or self.data
+
     def _run(self) -> None:
         with _explain_missing_secrets(self, "run.json"):
             self._train()
 
     def _train(self) -> None:
         from voxlane.train import ranks
-        from voxlane.train.run import Run
+        from voxlane.train.run import Run, describe_cut
+        from voxlane.train.run_setup import is_done
         from voxlane.volume.prepared_dataset import Prepared
 
+        data = self.dataset
         file_values, options = self.read(), self
         if self.config and self.config.endswith(".json"):
             file_values, launch = translate_distmis(file_values, self.config)
@@ -259,19 +272,21 @@ class TrainCommand(FieldsFileOptions, RayOptions, ConfiguredOptions):
         config_values, store_config = self.load(self.overrides, file_values)
         targets = [(self.run, config_values)]
         if self.folds is not None:
-            folds = _parse_folds(self.folds, Prepared.load(self.data, store_config))
+            if data is None:
+                raise UsageError("voxlane train: missing DATA", fix="--folds reads the dataset's folds")
+            folds = _parse_folds(self.folds, Prepared.load(data, store_config))
             targets = [(f"{self.run.rstrip('/')}/fold_{fold}", {**config_values, "fold": fold}) for fold in folds]
         is_first_rank = ranks.read_rank_info().rank == 0
         resume_if_exists = self.auto_resume or (self.resume and self.folds is not None)
         for uri, values in targets:
             run = Run(uri, store_config)
-            if resume_if_exists and run.is_done:
+            if resume_if_exists and is_done(run, values):
                 if is_first_rank:
                     print(f"run: {uri} (done before)")
                 continue
             try:
                 report = train(
-                    self.data,
+                    data,
                     uri,
                     values,
                     store_config,
@@ -284,6 +299,8 @@ class TrainCommand(FieldsFileOptions, RayOptions, ConfiguredOptions):
                 raise
             if is_first_rank:
                 print(_format_timing(report))
+                if cut := describe_cut(run.read_json("done.json") or {}):
+                    print(f"{cut}; continue with --resume and a larger max_minutes=N, or max_minutes=null")
                 print(f"run: {uri}")
         if is_first_rank:
             print(f"next: voxlane evaluate {self.run}")
@@ -510,6 +527,8 @@ class EvaluateCommand(FieldsFileOptions, ConfiguredOptions):
     """URI or folder of the run, or of the runs of several folds."""
     out: Annotated[PathOrUri | None, Flag("-o")] = None
     """URI or folder for the results (default: the run's own)."""
+    data: PathOrUri | None = None
+    """Place of the dataset, if it was moved or copied after the training."""
 
     def _run(self) -> None:
         from voxlane.train.evaluate import EvaluateConfig, evaluate, format_table
@@ -520,7 +539,7 @@ class EvaluateCommand(FieldsFileOptions, ConfiguredOptions):
         config = build(EvaluateConfig, values)
         runs = [run for uri in uris for run in find_runs(uri, store_config)]
         out = Run(self.out or uris[0], store_config)
-        result = evaluate(runs, out, config, progress=self.progress)
+        result = evaluate(runs, out, config, data=self.data, progress=self.progress)
         print(format_table(result, TrainedRun.load(runs[0]).description))
         print(f"cases, masks and overlays: {result.folder_uri}")
         if out.exists or self.out is None:
@@ -605,13 +624,15 @@ class ReportCommand(StoreFileOptions):
 
     run: Annotated[PathOrUri, ARGUMENT]
     """URI or folder of the run, or of a search."""
+    data: PathOrUri | None = None
+    """Place of a run's dataset, if it was moved or copied after the training."""
 
     def _run(self) -> None:
         from voxlane.train.report import report
         from voxlane.tune.report import report as report_search
 
         config = self.store_config()
-        print(report_search(self.run, config) or report(self.run, config))
+        print(report_search(self.run, config) or report(self.run, config, data=self.data))
 
 
 # -- tensorboard -------------------------------------------------------------------------------------------------------

@@ -201,8 +201,9 @@ def _check_training(job: SlurmJob, command: TrainCommand) -> None:
     exists = command.folds is None and run.exists
     if exists and not (command.resume or command.auto_resume):
         raise run.already_exists_error()
-    if not exists:
-        check_config(Prepared.load(command.data, store), values, command.workers or job.nodes * job.per_node)
+    data = command.dataset
+    if not exists and data is not None:
+        check_config(Prepared.load(data, store), values, command.workers or job.nodes * job.per_node)
 
 
 # -- status, logs, cancel ----------------------------------------------------------------------------------------------

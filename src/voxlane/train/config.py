@@ -219,7 +219,8 @@ class TrainConfig:
     early_stop: int | None = pydantic.Field(default=None, ge=1)
     """Stop after this many validations without a better Dice. null: never."""
     max_minutes: float | None = pydantic.Field(default=None, gt=0, le=1e6)
-    """Stop after this time, with a checkpoint. null: never."""
+    """Minutes to train, over all starts of the run. If they do not suffice for all epochs, the learning rate falls to
+    zero by then, and the run stops within two steps, validates, saves and ends. null: no limit."""
     loader: LoaderConfig = LoaderConfig()
     accelerator: Literal["auto", "cpu", "gpu"] = "auto"
     """Device to train on. auto: GPUs if there are any."""
@@ -248,6 +249,11 @@ class TrainConfig:
             raise ConfigError(f"finetune.{name}: without init_from all weights are random", fix="Give init_from=RUN")
         if finetune.freeze_steps is not None and not finetune.freeze_encoder:
             raise ConfigError("finetune.freeze_steps: nothing is frozen", fix="Give finetune.freeze_encoder=true too")
+
+    @property
+    def total_steps(self) -> int:
+        """Number of steps of all epochs."""
+        return self.epochs * self.steps_per_epoch
 
 
 PRESETS: Mapping[str, Mapping[str, Any]] = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import dataclasses
 import io
 import json
 import math
@@ -24,7 +25,8 @@ from voxlane.model import metrics
 from voxlane.model.sliding_window import to_mask
 from voxlane.settings import record
 from voxlane.train import pictures
-from voxlane.train.predictor import PredictConfig, Predictor
+from voxlane.train.dataset_location import load_dataset
+from voxlane.train.predictor import PredictConfig, Predictor, RunCheckpoint
 from voxlane.train.run import Run, TrainedRun
 from voxlane.volume.case_checks import count_values
 from voxlane.volume.case_volumes import CacheLimits, Cases
@@ -64,27 +66,34 @@ class EvaluationResult:
 
 
 def evaluate(
-    runs: Sequence[Run], out: Run | None = None, config: EvaluateConfig | None = None, *, progress: bool | None = None
+    runs: Sequence[Run],
+    out: Run | None = None,
+    config: EvaluateConfig | None = None,
+    *,
+    data: str | None = None,
+    progress: bool | None = None,
 ) -> EvaluationResult:
     """Predict and score the held-out cases of each run.
 
     One run is evaluated on its fold. Several runs, one per fold of one prepared dataset, are cross-validated: each case
     is predicted by the run that did not train on it. Writes summary.json, cases.csv, cases.json, overlays and masks
     below `out` (default: the first run), in `evaluation/validation` or `evaluation/cross-validation`, and removes
-    overlays and masks of a previous evaluation that it did not overwrite.
+    overlays and masks of a previous evaluation that it did not overwrite. `data`: place of the dataset, if it was
+    moved. The summary names the checkpoints that were scored.
 
     Memory: that of `Predictor`, plus mask and truth, a byte per voxel each, of up to three cases that wait for their
     scores.
     """
     config = config or EvaluateConfig()
     trained = [TrainedRun.load(run) for run in runs]
-    prepared = Prepared.load(trained[0].data_uri, runs[0].config)
+    prepared = load_dataset(runs[0], trained[0], data)
     check_folds(runs, trained, prepared)
     out = out or runs[0]
     name = f"evaluation/{'validation' if len(runs) == 1 else 'cross-validation'}"
     out.store.check_writable(out.key(f"{name}/summary.json"))
     files = _ResultFiles(out, name)
     cases: list[dict[str, Any]] = []
+    checkpoints: list[RunCheckpoint] = []
     pending: deque[tuple[dict[str, Any], Future[dict[str, metrics.Scores]]]] = deque()
     total = sum(len(trained_run.held_out_cases) for trained_run in trained)
     bar = tqdm(total=total, desc="evaluating", unit="case", disable=None if progress is None else not progress)
@@ -98,6 +107,7 @@ def evaluate(
     with bar, ThreadPoolExecutor(2) as pool:
         for run, trained_run in zip(runs, trained, strict=True):
             predictor = Predictor.load([run], config.predict)
+            checkpoints += predictor.checkpoints
             predictions = _predict_cases(predictor, prepared, trained_run.held_out_cases, config, files)
             for case, mask, truth, spacing in predictions:
                 task = mask, truth, spacing, prepared.description, config.surface_tolerance_mm
@@ -114,6 +124,7 @@ def evaluate(
         "space": config.space,
         "config": settings.to_plain(config),
         "runs": [run.folder_uri for run in runs],
+        "checkpoints": [dataclasses.asdict(checkpoint) for checkpoint in checkpoints],
         "folds": sorted({trained_run.fold for trained_run in trained if trained_run.fold is not None}),
         "dataset_cases": len(prepared),
     }
@@ -139,12 +150,6 @@ def check_folds(runs: Sequence[Run], trained: Sequence[TrainedRun], prepared: Pr
                 uri=run.folder_uri,
                 fix="Train with a fold held out, such as fold=0",
             )
-    if prepared.digest != trained[0].data_digest:
-        raise RunError(
-            f"the dataset {prepared.uri} was prepared again after the run was created",
-            uri=runs[0].folder_uri,
-            fix="Train again on its current content, or prepare it as before",
-        )
     patients = dict(zip(prepared.ids, prepared.table.column("patient").to_pylist(), strict=True))
     scored: dict[str, Run] = {}
     for run, trained_run in zip(runs, trained, strict=True):

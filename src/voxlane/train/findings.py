@@ -10,10 +10,10 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from voxlane.errors import ConfigError, RunError
-from voxlane.pages.formatting import as_float
+from voxlane.pages.formatting import as_float, as_number
 from voxlane.settings import build
 from voxlane.store import StoreConfig
-from voxlane.train.run import Run, find_runs
+from voxlane.train.run import Run, describe_cut, find_runs
 from voxlane.uri import quote
 from voxlane.volume.description import Description
 
@@ -78,6 +78,25 @@ class Evaluation:
 
 
 @dataclass(frozen=True)
+class ScoredCheckpoint:
+    """The weights that an evaluation scored, compared with the run's weights now."""
+
+    fold: str
+    """Name of the fold's run; empty if there is only one run."""
+    step: int
+    digest: str
+    is_best: bool
+    """Whether they were the best weights, not the last."""
+    newest_step: int
+    """Step of the run's best or last weights now."""
+
+    @property
+    def is_stale(self) -> bool:
+        """Return whether the run has newer weights."""
+        return self.newest_step > self.step
+
+
+@dataclass(frozen=True)
 class Findings:
     """Content of a run's files."""
 
@@ -88,6 +107,10 @@ class Findings:
     """Content of history.json, one entry per epoch."""
     stall: Mapping[str, Any] = field(default_factory=dict)
     """Content of stall.json."""
+    done: Mapping[str, Any] = field(default_factory=dict)
+    """Content of done.json."""
+    fold_histories: Mapping[str, Sequence[Mapping[str, Any]]] = field(default_factory=dict)
+    """History of the run of each fold, by its name, if there is one run per fold."""
     evaluations: Sequence[Evaluation] = ()
     """Evaluations, the one over all folds first."""
     damaged_files: Sequence[str] = ()
@@ -104,11 +127,32 @@ class Findings:
     @property
     def best(self) -> tuple[int, float] | None:
         """Return epoch and mean Dice of the best validation during training, if there was one."""
-        scored = [(m, row) for row in self.history if math.isfinite(m := as_float(row.get("mean_dice")))]
-        if not scored:
-            return None
-        dice, row = max(scored, key=lambda item: item[0])
-        return int(as_float(row.get("epoch"))), dice
+        best = _find_best(self.history)
+        return None if best is None else (int(as_float(best.get("epoch"))), as_float(best.get("mean_dice")))
+
+    @property
+    def cut(self) -> str:
+        """Return how far the run came, if max_minutes ended it and it was not continued since."""
+        steps = [as_number(self.done.get(name)) for name in ("max_minutes", "steps", "planned_steps")]
+        is_current = bool(self.history) and None not in steps and self.history[-1].get("step") == steps[1]
+        return describe_cut(self.done) if is_current else ""
+
+    def scored_checkpoints(self, evaluation: Evaluation) -> list[ScoredCheckpoint]:
+        """Return the weights that an evaluation scored; empty for those of earlier versions, which do not name them."""
+        checkpoints = []
+        for stored in evaluation.summary.get("checkpoints") or ():
+            step = as_number(stored.get("step")) if isinstance(stored, dict) else None
+            if step is None:
+                continue
+            fold = str(stored.get("run_uri")).rpartition("/")[2] if self.fold_histories else ""
+            history = self.fold_histories.get(fold, ()) if fold else self.history
+            is_best = stored.get("name") == "best"
+            newest = _find_best(history) if is_best else None
+            newest = newest or (history[-1] if history else {})
+            newest_step = int(as_number(newest.get("step")) or step)
+            digest = str(stored.get("digest", ""))
+            checkpoints.append(ScoredCheckpoint(fold, int(step), digest, is_best, newest_step))
+        return checkpoints
 
 
 def read_findings(run_uri: str, config: StoreConfig | None = None) -> Findings:
@@ -147,17 +191,28 @@ def read_findings(run_uri: str, config: StoreConfig | None = None) -> Findings:
     if damaged:
         fix = "Restore it, or train again into another folder"
         raise RunError("run.json is damaged", uri=run.folder_uri, fix=fix)
-    history = read("history.json", list) or []
+    history = _select_epochs(read("history.json", list) or [])
     folders = [match[1] for name in sorted(names) if (match := _SUMMARY.fullmatch(name))]
     evaluations = filter(None, map(read_evaluation, folders))
     return Findings(
         uri=run.folder_uri,
         run=_merge_folds(run.folder_uri, config) if facts is None else facts,
-        history=[row for row in history if isinstance(row, dict) and math.isfinite(as_float(row.get("epoch")))],
+        history=history,
+        done=read("done.json", dict) or {},
+        fold_histories=_read_fold_histories(run_uri, config) if facts is None else {},
         evaluations=sorted(evaluations, key=lambda e: (e.name != "cross-validation", e.name)),
         stall=read("stall.json", dict) or {},
         damaged_files=damaged,
     )
+
+
+def _select_epochs(history: Sequence[Any]) -> list[dict[str, Any]]:
+    return [row for row in history if isinstance(row, dict) and math.isfinite(as_float(row.get("epoch")))]
+
+
+def _read_fold_histories(uri: str, config: StoreConfig | None) -> dict[str, Sequence[Mapping[str, Any]]]:
+    histories = {run.folder_uri.rpartition("/")[2]: run.read_json("history.json") for run in find_runs(uri, config)}
+    return {name: _select_epochs(history) for name, history in histories.items() if isinstance(history, list)}
 
 
 def _merge_folds(uri: str, config: StoreConfig | None) -> dict[str, Any]:
@@ -167,6 +222,12 @@ def _merge_folds(uri: str, config: StoreConfig | None) -> dict[str, Any]:
     held_out = sorted(case for fold in facts for case in fold["cases"]["validation"])
     names = [run.folder_uri.rpartition("/")[2] for run in runs]
     return {**facts[0], "fold": None, "fold_runs": names, "cases": {"train": [], "validation": held_out}}
+
+
+def _find_best(history: Sequence[Mapping[str, Any]]) -> Mapping[str, Any] | None:
+    """Return the epoch with the best validation; None if there was none."""
+    scored = [row for row in history if math.isfinite(as_float(row.get("mean_dice")))]
+    return max(scored, key=lambda row: as_float(row.get("mean_dice")), default=None)
 
 
 def mean_dice(case: Mapping[str, Any], targets: Sequence[str]) -> float:

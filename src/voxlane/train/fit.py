@@ -22,12 +22,14 @@ import torch
 import torch.utils.data
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
+from voxlane import settings
 from voxlane.checkpoint.lightning import AsyncBucketCheckpointIO
 from voxlane.dataset.prefetch import ordered_prefetch
 from voxlane.distributed import run_on_rank_zero
-from voxlane.errors import NoMemoryError, ReportedError, RunError, StoppedError, VoxlaneError
+from voxlane.errors import ConfigError, NoMemoryError, ReportedError, StoppedError, VoxlaneError
 from voxlane.store import StoreConfig
 from voxlane.train.config import TrainConfig, resolve_network, split_batch
+from voxlane.train.dataset_location import check_dataset, load_dataset
 from voxlane.train.initial_weights import load_initial_weights, names_starting_anew
 from voxlane.train.local_ranks import run_on_local_ranks
 from voxlane.train.patch_loader import PatchLoader
@@ -36,6 +38,7 @@ from voxlane.train.recorder import Recorder
 from voxlane.train.run import Run, TrainedRun
 from voxlane.train.run_setup import check_devices, prepare_run, uses_gpu
 from voxlane.train.segmenter import Segmenter
+from voxlane.train.time_limit import TimeLimit
 from voxlane.train.trainer import LAST, LastCheckpoint, OnEpoch, make_trainer, silence_lightning
 from voxlane.volume.case_volumes import CacheLimits, Cases
 from voxlane.volume.patch_stream import PatchStream
@@ -46,7 +49,7 @@ RESUME_FIX = "--resume continues from the last checkpoint"
 
 
 def train(
-    data: str,
+    data: str | None,
     run_uri: str,
     config_values: Mapping[str, Any] | None = None,
     store: StoreConfig | None = None,
@@ -57,6 +60,8 @@ def train(
 ) -> dict[str, Any]:
     """Train on the prepared dataset `data` into the folder `run_uri`; return the stall report.
 
+    `data` may be None for a run that is resumed: it finds its dataset (`dataset_location`). If it was moved, `data` is
+    its new place, which the run remembers.
     `config_values`: fields of `TrainConfig` as plain nested data, over its preset. With `resume` the run continues from
     its last checkpoint with the config it has; `config_values` may then change only fields that decide neither patches
     nor network: epochs (which stretches the schedule), max_minutes, early_stop, devices, loader, validation.
@@ -69,7 +74,7 @@ def train(
     lease = run.open_lease(start=read_job_start())
 
     def prepare() -> tuple[bool, int]:
-        loaded.append(Prepared.load(data, store))
+        loaded.append(load_for_start(data, run, resume=resume))
         config = prepare_run(
             loaded[0],
             run_uri,
@@ -101,6 +106,15 @@ def train(
         return fit(run_uri, store, resume=resume, progress=progress, prepared=loaded_here, lease_token=lease.token)
 
 
+def load_for_start(data: str | None, run: Run, *, resume: bool) -> Prepared:
+    """Load the dataset of a run that starts or resumes."""
+    if resume:
+        return load_dataset(run, TrainedRun.load(run), data)
+    if data is None:
+        raise ConfigError("a new run needs the URI of a prepared dataset", uri=run.folder_uri)
+    return Prepared.load(data, run.config)
+
+
 def fit(
     run_uri: str,
     store: StoreConfig | None = None,
@@ -124,11 +138,10 @@ def fit(
         rank_info = read_rank_info()
         trained = TrainedRun.load(run)
         config, plan = trained.config, trained.plan
-        prepared = prepared or Prepared.load(trained.data_uri, store)
-        if prepared.digest != trained.data_digest:
-            raise RunError(
-                "the dataset was prepared again after the run was created", uri=prepared.uri, fix="Start a new run"
-            )
+        if prepared is None:
+            prepared = load_dataset(run, trained)
+        else:
+            check_dataset(run, trained, prepared)
         check_devices(config, rank_info.local_world_size)
         last_epoch = min(config.epochs, until_epoch or config.epochs)
         history, checkpoint = _find_resume_point(run, config, last_epoch) if resume else ([], None)
@@ -183,14 +196,18 @@ def fit(
             report = recorder.finish(trainer)
             trainer.strategy.checkpoint_io.teardown()
         if rank_info.rank == 0:
-            _mark_if_done(run, trainer, _count_epochs(recorder.history), config.epochs)
+            _mark_if_done(run, trainer, _count_epochs(recorder.history), config)
         return report
 
 
-def _mark_if_done(run: Run, trainer: pl.Trainer, epochs_done: int, epochs_planned: int) -> None:
+def _mark_if_done(run: Run, trainer: pl.Trainer, epochs_done: int, config: TrainConfig) -> None:
     stopped_early = any(callback.stopped_epoch > 0 for callback in trainer.early_stopping_callbacks)
-    if epochs_done >= epochs_planned or stopped_early:
-        run.mark_done(epochs_done, epochs_planned)
+    limits = [callback for callback in trainer.callbacks if isinstance(callback, TimeLimit)]  # type: ignore[attr-defined]
+    if epochs_done >= config.epochs or stopped_early:
+        run.mark_done(epochs_done, config.epochs)
+    elif any(limit.has_ended_run for limit in limits):
+        steps = {"steps": trainer.global_step, "planned_steps": config.total_steps}
+        run.mark_done(epochs_done, config.epochs, max_minutes=config.max_minutes, **steps)
 
 
 @contextmanager
@@ -205,8 +222,9 @@ def _hold_lease(run: Run, token: str | None) -> Iterator[Run]:
 
 
 def _count_epochs(history: Sequence[Mapping[str, Any]]) -> int:
-    epochs: int = history[-1]["epoch"] + 1 if history else 0
-    return epochs
+    """Return the number of epochs trained, without one that the time limit cut short."""
+    complete = [entry["epoch"] + 1 for entry in history if not entry.get("cut")]
+    return complete[-1] if complete else 0
 
 
 def _find_resume_point(run: Run, config: TrainConfig, last_epoch: int) -> tuple[list[dict[str, Any]], str | None]:
@@ -220,12 +238,8 @@ def _find_resume_point(run: Run, config: TrainConfig, last_epoch: int) -> tuple[
         if not run.store.exists(run.key(f"checkpoints/{LAST}.ckpt")):
             return None
         history: list[dict[str, Any]] = run.read_json("history.json") or []
-        if _count_epochs(history) >= config.epochs and run.is_done:
-            raise RunError(
-                f"the run has finished its {config.epochs} epochs",
-                uri=run.folder_uri,
-                fix="Give a larger number with epochs=N",
-            )
+        if error := run.finished_error(settings.to_plain(config)):
+            raise error
         return history
 
     history = run_on_rank_zero(read_history)

@@ -7,7 +7,6 @@ also in a resume before the first checkpoint, so that nothing depends on the sou
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -18,14 +17,13 @@ from torch import Tensor, nn
 
 from voxlane import redaction
 from voxlane.checkpoint import Checkpoint
-from voxlane.checkpoint.verified_reader import view_bytes
 from voxlane.errors import ConfigError, RunError
 from voxlane.model.networks import build
 from voxlane.model.stages import locate_tensor
 from voxlane.store import StoreConfig
 from voxlane.train.config import PRESETS, FinetuneConfig, TrainConfig, resolve_network
 from voxlane.train.exported_model import ExportedModel, is_model, load_model
-from voxlane.train.predictor import load_weights
+from voxlane.train.predictor import compute_digest, load_weights
 from voxlane.train.run import Run, TrainedRun, find_runs
 from voxlane.train.weight_transfer import Shapes, WeightTransfer, fits, plan_transfer
 from voxlane.volume.description import Description
@@ -174,7 +172,7 @@ class PlannedStart:
         facts = {
             "uri": redaction.redact_urls(self.source.uri),
             "origin": self.source.origin,
-            "digest": digest_weights(weights),
+            "digest": compute_digest(weights),
             "parameters": sum(counts.values()),
             "parameters_taken": sum(counts[name] for name in transfer.taken),
             "notes": _describe_differences(self.source, self.prepared, self.config, transfer),
@@ -216,15 +214,6 @@ def names_starting_anew(facts: Mapping[str, Any]) -> set[str]:
     """Return the tensors that a run's source did not give, from its run.json; none if the run has no source."""
     start = facts.get("init") or {}
     return {entry["name"] for kind in ("replaced", "missing") for entry in start.get(kind, ())}
-
-
-def digest_weights(weights: Mapping[str, Tensor]) -> str:
-    """Return the SHA-256 (hexadecimal) of weights on the CPU: of their names, types, shapes and values."""
-    digest = hashlib.sha256()
-    for name, tensor in sorted(weights.items()):
-        digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}\n".encode())
-        digest.update(view_bytes(tensor.detach().contiguous()).data)
-    return digest.hexdigest()
 
 
 def plan_start(

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -58,6 +59,19 @@ class PredictConfig:
     """Seconds that reading one scan may take. A scan that takes longer is given up."""
 
 
+@dataclass(frozen=True)
+class RunCheckpoint:
+    """The weights of a run that a prediction uses."""
+
+    run_uri: str
+    name: str
+    """last or best."""
+    step: int | None
+    """Number of steps that the weights were trained."""
+    digest: str
+    """SHA-256 (hexadecimal) of the weights."""
+
+
 @dataclass
 class Predictor:
     """Networks of one architecture, whose outputs are averaged.
@@ -74,6 +88,8 @@ class Predictor:
     patch: Triple
     device: torch.device
     config: PredictConfig
+    checkpoints: tuple[RunCheckpoint, ...] = ()
+    """The weights of each network."""
 
     @classmethod
     def load(cls, runs: Sequence[Run], config: PredictConfig | None = None) -> Predictor:
@@ -96,13 +112,13 @@ class Predictor:
                         uri=run.folder_uri,
                         fix="Combine only runs with the same prepared dataset and config",
                     )
-        networks = [
-            _load_network(run, trained, config).to(device) for run, trained in zip(runs, trained_runs, strict=True)
-        ]
+        loaded = [_load_network(run, trained, config) for run, trained in zip(runs, trained_runs, strict=True)]
+        networks = [network.to(device) for network, _ in loaded]
         if device.type == "cuda":
             for network in networks:
                 network.to(memory_format=torch.channels_last_3d)  # type: ignore[call-overload]
-        return cls(networks, first.plan, first.description, first.patch, device, config)
+        checkpoints = tuple(checkpoint for _, checkpoint in loaded)
+        return cls(networks, first.plan, first.description, first.patch, device, config, checkpoints)
 
     def predict_outputs(self, image: torch.Tensor, progress: Callable[[int, int], None] | None = None) -> torch.Tensor:
         """Return the mean logits (K, Z, Y, X), float16 on the CPU, of an image (C, Z, Y, X) on the plan's grid."""
@@ -173,7 +189,9 @@ class Predictor:
         return mask_to_scan(mask.numpy(), grid)
 
 
-def _load_network(run: Run, trained: TrainedRun, config: PredictConfig) -> torch.nn.Module:
+def _load_network(run: Run, trained: TrainedRun, config: PredictConfig) -> tuple[torch.nn.Module, RunCheckpoint]:
+    name, saved = _load_checkpoint(run, config.checkpoint)
+    weights = _select_weights(saved)
     network = build(
         resolve_network(trained.config, trained.plan),
         len(trained.description.channels),
@@ -181,24 +199,41 @@ def _load_network(run: Run, trained: TrainedRun, config: PredictConfig) -> torch
         deep_supervision=False,
     )
     try:
-        network.load_state_dict(load_weights(run, config.checkpoint))
+        network.load_state_dict(weights)
     except RuntimeError:
         raise RunError(
             "the checkpoint does not match the network in run.json",
             uri=run.folder_uri,
             fix="Restore the run's own files, or train again into another folder",
         ) from None
-    return network.eval()
+    return network.eval(), RunCheckpoint(run.folder_uri, name, saved.get("global_step"), compute_digest(weights))
+
+
+def compute_digest(weights: Mapping[str, torch.Tensor]) -> str:
+    """Return the SHA-256 (hexadecimal) of weights on the CPU: of their names, types, shapes and values."""
+    digest = hashlib.sha256()
+    for name, tensor in sorted(weights.items()):
+        digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}\n".encode())
+        digest.update(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()
 
 
 def load_weights(run: Run, checkpoint: Literal["best", "last"]) -> dict[str, Any]:
     """Load the network's weights from a run's checkpoint; from `last` if there is no `best`."""
+    return _select_weights(_load_checkpoint(run, checkpoint)[1])
+
+
+def _select_weights(saved: Mapping[str, Any]) -> dict[str, Any]:
     prefix = "network."
+    return {k.removeprefix(prefix): v for k, v in (saved.get("state_dict") or {}).items() if k.startswith(prefix)}
+
+
+def _load_checkpoint(run: Run, checkpoint: Literal["best", "last"]) -> tuple[str, dict[str, Any]]:
+    """Return the name and content of a run's checkpoint; of `last` if there is no `best`."""
     for name in dict.fromkeys((checkpoint, "last")):
         with ignore_missing_object():
             loaded = Checkpoint(run.checkpoints_uri, run.config).load(f"{name}.ckpt", map_location="cpu")
-            state = loaded.get("state_dict") if isinstance(loaded, dict) else None
-            return {k.removeprefix(prefix): v for k, v in (state or {}).items() if k.startswith(prefix)}
+            return name, loaded if isinstance(loaded, dict) else {}
     raise RunError(
         "the run has no checkpoint yet", uri=run.folder_uri, fix="Continue it: voxlane train DATA --run RUN --resume"
     )

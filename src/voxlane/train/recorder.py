@@ -16,6 +16,7 @@ import torch
 from lightning.pytorch.callbacks import TQDMProgressBar
 
 from voxlane.distributed import gather_objects
+from voxlane.sizes import format_plural, format_rough_duration
 from voxlane.store import Traffic
 from voxlane.temporary import make_temporary_folder
 from voxlane.train import pictures
@@ -71,8 +72,9 @@ class Recorder(pl.Callback):
     def on_load_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        """Drop the epochs that were recorded after the checkpoint was saved."""
-        self.history[:] = [entry for entry in self.history if entry["step"] <= checkpoint["global_step"]]
+        """Drop the epochs that were recorded after the checkpoint was saved, and one that the time limit cut short."""
+        step = checkpoint["global_step"]
+        self.history[:] = [entry for entry in self.history if entry["step"] <= step and not entry.get("cut")]
         self._previous_s = self.history[-1]["seconds"] if self.history else 0.0
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -95,6 +97,21 @@ class Recorder(pl.Callback):
         """Validate after the last epoch, whatever the interval."""
         is_last = trainer.max_epochs is not None and trainer.current_epoch + 1 >= trainer.max_epochs
         trainer.check_val_every_n_epoch = 1 if is_last else self._module.settings.validation.every_epochs
+
+    @property
+    def elapsed_s(self) -> float:
+        """Seconds that the run has trained and validated, over all its starts."""
+        return self._previous_s + time.perf_counter() - self._started_at
+
+    def remaining_s(self, trainer: pl.Trainer) -> float | None:
+        """Estimate the seconds to the end of the run, from the steps of this start; None before the first."""
+        config = self._module.settings
+        if not self._steps:
+            return None
+        step_s = (time.perf_counter() - self._started_at) / self._steps
+        remaining_s = step_s * (config.total_steps - trainer.global_step)
+        limit_s = math.inf if config.max_minutes is None else 60 * config.max_minutes
+        return max(0.0, min(remaining_s, limit_s - self.elapsed_s))
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -159,7 +176,10 @@ class Recorder(pl.Callback):
             "ranks": totals["ranks"],
             "patches": totals["patches"],
             "order": totals["order"],
+            "remaining_s": self.remaining_s(trainer),
         }
+        if totals["steps"] < module.settings.steps_per_epoch:
+            entry["cut"] = totals["steps"]
         self.history.append(entry)
         self._write_stall(trainer)
         if trainer.is_global_zero:
@@ -193,13 +213,14 @@ class Recorder(pl.Callback):
             "patches": before.get("patches", 0) + sum(part[1] for part in by_rank),
             "order": f"{order % (1 << 64):016x}",
             "ranks": len(by_rank),
-            "seconds": self._previous_s + time.perf_counter() - self._started_at,
+            "seconds": self.elapsed_s,
         }
 
-    def pause(self, trainer: pl.Trainer) -> None:
-        """Stop in the middle of an epoch; the next checkpoint holds its totals. Every rank must call it."""
-        self._paused_epoch = self._epoch_totals()
-        self.finish(trainer)
+    def save_in_epoch(self, trainer: pl.Trainer, uri: str) -> None:
+        """Save a checkpoint from which the epoch continues after this step. Every rank must call it."""
+        before, self._paused_epoch = self._paused_epoch, self._epoch_totals()
+        trainer.save_checkpoint(uri)
+        self._paused_epoch = before
 
     def state_dict(self) -> dict[str, Any]:
         """Return the epoch's totals, for a checkpoint in the middle of an epoch."""
@@ -247,10 +268,13 @@ class Recorder(pl.Callback):
 
 def format_epoch(entry: dict[str, Any], epochs: int | None) -> str:
     """Format an entry of the history as a line."""
+    cut = f", cut after {format_plural(entry['cut'], 'step')}" if entry.get("cut") else ""
     dice = "" if entry["mean_dice"] is None else f", dice {entry['mean_dice']:.3f}"
+    left_s = 0.0 if cut else entry.get("remaining_s") or 0.0
+    left = f", about {format_rough_duration(left_s)} left" if left_s > 0 else ""
     return (
-        f"epoch {entry['epoch'] + 1} of {epochs}: loss {entry['loss']:.3f}{dice}, "
-        f"{entry['patches_per_s']:.1f} patches/s, waited {entry['wait_share']:.0%}, {entry['seconds']:.0f} s"
+        f"epoch {entry['epoch'] + 1} of {epochs}{cut}: loss {entry['loss']:.3f}{dice}, "
+        f"{entry['patches_per_s']:.1f} patches/s, waited {entry['wait_share']:.0%}, {entry['seconds']:.0f} s{left}"
     )
 
 
@@ -324,4 +348,6 @@ class ProgressBar(TQDMProgressBar):
         metrics: dict[str, Any] = {"loss": f"{self._recorder.loss:.3f}"}
         if pl_module.dice is not None:  # Lightning's own copy of it would have to be read from the GPU
             metrics["dice"] = f"{pl_module.dice:.3f}"
-        return {**metrics, "patches/s": f"{speed:.1f}", "wait": f"{wait:.0%}"}
+        metrics |= {"patches/s": f"{speed:.1f}", "wait": f"{wait:.0%}"}
+        left_s = self._recorder.remaining_s(trainer)
+        return metrics if left_s is None else {**metrics, "left": format_rough_duration(left_s)}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -26,8 +27,10 @@ from voxlane.redaction import redact, redact_words
 from voxlane.sizes import format_plural
 from voxlane.store import StoreConfig
 from voxlane.train import pictures
+from voxlane.train.dataset_location import load_dataset
 from voxlane.train.findings import Evaluation, Findings, read_findings, score
-from voxlane.train.run import Run, find_runs
+from voxlane.train.run import Run, TrainedRun, find_runs
+from voxlane.train.run_setup import replace_data
 
 Facts = Sequence[tuple[str, str]]
 """Names and values of a list of facts."""
@@ -42,18 +45,22 @@ _TIME_PARTS = {
 """Colour and meaning of each part of a run's time."""
 
 
-def report(run_uri: str, config: StoreConfig | None = None) -> str:
+def report(run_uri: str, config: StoreConfig | None = None, *, data: str | None = None) -> str:
     """Write RUN/report.html and return its URI.
 
     The page contains everything it shows, loads nothing, and states what the run has not written yet. If RUN holds one
-    run per fold, each of them gets a page, and RUN gets one about their cross-validation. Raises RunError if there is
-    no run at `run_uri`.
+    run per fold, each of them gets a page, and RUN gets one about their cross-validation. `data`: place of the dataset,
+    if it was moved. Raises RunError if there is no run at `run_uri`, or if another dataset is at `data`.
     """
     run = Run(run_uri, config)
     if not run.exists:
         for fold_run in find_runs(run_uri, config):
-            report(fold_run.uri, config)
+            report(fold_run.uri, config, data=data)
     findings = read_findings(run_uri, config)
+    if data is not None:
+        first = find_runs(run_uri, config)[0]
+        new_uri = load_dataset(first, TrainedRun.load(first), data).uri
+        findings = replace(findings, run=move_data(findings.run, new_uri))
     with explain_wrong_content(run.folder_uri):
         page = render_run_page(findings)
     run.write_bytes("report.html", page.encode())
@@ -83,6 +90,9 @@ def render_run_page(findings: Findings) -> str:
         dot_chart=partial(_dot_chart, colours),
         evaluate_command=f"voxlane evaluate {shlex.quote(findings.uri)}",
         curves=_curves(findings, colours),
+        scored_weights=partial(_describe_scored_weights, findings),
+        stale_notes=partial(_describe_stale_scores, findings),
+        resumes=_describe_resumes(run),
         time_parts=time_parts,
         time_facts=_time_facts(findings),
         setup_facts=_setup_facts(run),
@@ -143,6 +153,8 @@ def _tiles(findings: Findings, colours: _TargetColours, time_parts: Sequence[Tim
     if findings.evaluations:
         first = findings.evaluations[0]
         cases = f"{format_plural(len(first.cases), 'case')}, {first.name}"
+        if any(checkpoint.is_stale for checkpoint in findings.scored_checkpoints(first)):
+            cases += ", of earlier weights"
         tiles.append(Tile("Mean Dice", format_number(first.summary.get("mean_dice"), 3), cases))
         for target in first.targets:
             dice = first.statistics(target, "dice").get("mean")
@@ -151,7 +163,9 @@ def _tiles(findings: Findings, colours: _TargetColours, time_parts: Sequence[Tim
         tiles.append(Tile("Best mean Dice", format_number(best[1], 3), f"during training, epoch {best[0]}"))
     if findings.history:
         steps = format_number(findings.history[-1].get("step"), 0)
-        tiles.append(Tile("Epochs", f"{len(findings.history)}", f"{steps} steps"))
+        epochs = sum(not row.get("cut") for row in findings.history)
+        planned = f" of {format_number(findings.done.get('planned_steps'), 0)} planned" if findings.cut else ""
+        tiles.append(Tile("Epochs", f"{epochs}", f"{steps}{planned} steps"))
     stall = findings.stall
     seconds, patches = as_float(stall.get("seconds")), as_float(stall.get("patches"))
     if math.isfinite(seconds):
@@ -189,9 +203,50 @@ def _describe_scoring(findings: Findings, evaluation: Evaluation) -> str:
             "The weights are the best of the run, chosen by Dice on held-out cases, which makes the scores slightly "
             "optimistic; predict.checkpoint=last scores the run's last weights."
         )
-    elif checkpoint in ("best", "last"):
-        weights = "These are the scores of the run's last weights."
     return f"{rule} {weights}".strip()
+
+
+def _describe_scored_weights(findings: Findings, evaluation: Evaluation) -> str:
+    """Say which weights were scored, by their steps and digests."""
+    checkpoints = findings.scored_checkpoints(evaluation)
+    if not checkpoints:
+        return (
+            "This evaluation does not name the weights that it scored; evaluate again to compare them with the run's."
+        )
+    parts = [
+        f"{c.fold + ': ' if c.fold else ''}{'best' if c.is_best else 'last'} weights, of step "
+        f"{format_number(c.step, 0)} (digest {c.digest[:12]})"
+        for c in checkpoints
+    ]
+    return f"Scored: {'; '.join(parts)}."
+
+
+def _describe_stale_scores(findings: Findings, evaluation: Evaluation) -> list[str]:
+    """Say which of the scored weights are not the run's weights any more."""
+    notes = []
+    for checkpoint in findings.scored_checkpoints(evaluation):
+        if checkpoint.is_stale:
+            run = f"{checkpoint.fold} has" if checkpoint.fold else "the run has"
+            now = "best weights are now of" if checkpoint.is_best else "since trained to"
+            run = run.replace(" has", "'s") if checkpoint.is_best else run
+            step, newest = format_number(checkpoint.step, 0), format_number(checkpoint.newest_step, 0)
+            notes.append(f"These scores are of step {step}; {run} {now} step {newest}.")
+    return notes
+
+
+def _describe_resumes(run: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Return time and command of each start after the first."""
+    resumes = [resume for resume in run.get("resumes") or () if isinstance(resume, dict)]
+    return [(str(r.get("created")), shlex.join(redact_words(list(map(str, r.get("command") or []))))) for r in resumes]
+
+
+def move_data(run: Mapping[str, Any], new_uri: str) -> dict[str, Any]:
+    """Return the content of run.json with a new place of the dataset, also in its command."""
+    data = {**(run.get("data") or {}), "uri": new_uri}
+    command = run.get("command")
+    if isinstance(command, list):
+        command = replace_data(command, str((run.get("data") or {}).get("uri")), new_uri)
+    return {**run, "data": data, "command": command}
 
 
 # -- curves and time ---------------------------------------------------------------------------------------------------

@@ -2,11 +2,12 @@
 
 RUN/run.json            the command, the config, and the plan, description and cases that the run trains on
 RUN/initial.ckpt        the weights that the run starts from, if it has `init_from`
-RUN/history.json        one entry per epoch
+RUN/history.json        one entry per epoch; `cut` is the number of steps of one that max_minutes cut short
 RUN/stall.json          how the run's time was spent
 RUN/checkpoints/        last.ckpt and best.ckpt
 RUN/lease.json          the process that trains the run, while it does (voxlane.store.lease)
-RUN/done.json           written once the run has finished and its last checkpoint is published
+RUN/done.json           written once the run has finished and its last checkpoint is published: after how many epochs,
+                        and how many steps if max_minutes ended it
 RUN/tensorboard/        event files
 RUN/evaluation/<name>/  scores, masks and overlays
 RUN/report.html
@@ -15,6 +16,7 @@ RUN/report.html
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -126,13 +128,28 @@ class Run:
 
     @property
     def is_done(self) -> bool:
-        """Whether the run finished, after its last epoch or by early_stop, with its last checkpoint published."""
+        """Whether the run finished, after its last epoch, by early_stop or by max_minutes, with its last checkpoint
+        published."""
         done = self.read_json("done.json")
-        return done is not None and bool(done["of"] >= self.read_facts()["config"]["epochs"])
+        return done is not None and covers_config(done, self.read_facts()["config"])
 
-    def mark_done(self, epochs_done: int, epochs_planned: int) -> None:
-        """Record that the run finished and that its checkpoints are published."""
-        self.write_json("done.json", {"epochs": epochs_done, "of": epochs_planned})
+    def finished_error(self, config: Mapping[str, Any]) -> RunError | None:
+        """Return the error for resuming a run that has nothing left to do under `config`, plain values, or None."""
+        done = self.read_json("done.json")
+        if done is None or not covers_config(done, config):
+            return None
+        if cut := describe_cut(done):
+            fix = "Give a larger limit with max_minutes=N, or max_minutes=null for none"
+            return RunError(cut, uri=self.folder_uri, fix=fix)
+        if done["epochs"] < config["epochs"]:  # early_stop ended it
+            return None
+        message = f"the run has finished its {config['epochs']} epochs"
+        return RunError(message, uri=self.folder_uri, fix="Give a larger number with epochs=N")
+
+    def mark_done(self, epochs_done: int, epochs_planned: int, **cut: Any) -> None:
+        """Record that the run finished and that its checkpoints are published. `cut`: `max_minutes` if that ended the
+        run, with the `steps` it trained and those that were `planned_steps`."""
+        self.write_json("done.json", {"epochs": epochs_done, "of": epochs_planned, **cut})
 
     def read_json(self, name: str) -> Any:
         """Return the content of a JSON file of this run, or None if the file does not exist."""
@@ -218,6 +235,23 @@ class TrainedRun:
     def patch(self) -> Triple:
         """Size of a patch in voxels (z, y, x)."""
         return self.config.patch or self.plan.patch
+
+
+def covers_config(done: Mapping[str, Any], config: Mapping[str, Any]) -> bool:
+    """Return whether a run that finished as done.json says has nothing to do under `config`, plain values."""
+    limit, new_limit = done.get("max_minutes"), config.get("max_minutes")
+    if limit is not None and (new_limit is None or new_limit > limit):
+        return False
+    return limit is not None or bool(done["of"] >= config["epochs"])
+
+
+def describe_cut(done: Mapping[str, Any]) -> str:
+    """Say how far a run came, given its done.json, if max_minutes ended it; otherwise return an empty text."""
+    if done.get("max_minutes") is None:
+        return ""
+    return (
+        f"max_minutes={done['max_minutes']:g} ended the run after {done['steps']:,} of {done['planned_steps']:,} steps"
+    )
 
 
 def find_runs(uri: str, config: StoreConfig | None = None) -> list[Run]:

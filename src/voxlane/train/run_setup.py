@@ -14,14 +14,15 @@ import torch
 
 from voxlane import __version__, redaction, settings
 from voxlane.dataset.cache import DiskCache
-from voxlane.errors import ConfigError, RunError
+from voxlane.errors import ConfigError
 from voxlane.model.networks import build as build_network
 from voxlane.model.networks import check_patch
 from voxlane.store import StoreConfig
 from voxlane.store.lease import Lease
 from voxlane.train.config import TrainConfig, build_config, merge_values, resolve_batch, resolve_network, split_batch
+from voxlane.train.dataset_location import check_dataset, describe_location
 from voxlane.train.initial_weights import plan_start
-from voxlane.train.run import Run, TrainedRun
+from voxlane.train.run import Run, TrainedRun, covers_config
 from voxlane.train.weight_transfer import format_transfer
 from voxlane.volume.grid import MLPERF_RECIPE
 from voxlane.volume.prepared_dataset import Prepared
@@ -83,11 +84,14 @@ def prepare_run(
         check_devices(config, config.devices)
     facts = _describe_run(config, prepared, ranks, command)
     weights = None if start is None else start.load()
+    facts["data"] |= describe_location(run, prepared.uri)
     with nullcontext() if lease is not None else run.open_lease():
         if lease is not None:
             lease.acquire()
         if resume:
-            run.write_json("run.json", {**run.read_facts(), **{k: facts[k] for k in ("config", "environment")}})
+            if error := run.finished_error(facts["config"]):
+                raise error
+            run.write_json("run.json", _describe_resume(run.read_facts(), facts))
         else:
             if weights is not None:
                 if run.exists and run.has_results:
@@ -109,14 +113,67 @@ def check_config(prepared: Prepared, config_values: Mapping[str, Any], ranks: in
     return config
 
 
+def is_done(run: Run, config_values: Mapping[str, Any]) -> bool:
+    """Return whether a run has nothing left to do, also with these changes to its config."""
+    done = run.read_json("done.json")
+    if done is None:
+        return False
+    config = settings.build(TrainConfig, merge_values(run.read_facts()["config"], config_values))
+    return covers_config(done, settings.to_plain(config))
+
+
+def _describe_resume(stored: Mapping[str, Any], facts: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the content of run.json after a resume: `stored` before it, with what `facts` of the new start change.
+
+    `command` becomes the command that would train the run as it is now, from its start. `resumes` holds the commands
+    that were really given.
+    """
+    before = settings.to_plain(settings.build(TrainConfig, stored["config"]))  # with fields that are new since
+    changes = find_changes(before, facts["config"])
+    resume = {name: facts[name] for name in ("created", "command")}
+    return {
+        **stored,
+        **{name: facts[name] for name in ("config", "environment", "data")},
+        "command": change_command(stored.get("command") or [], changes, stored["data"]["uri"], facts["data"]["uri"]),
+        "resumes": [*(stored.get("resumes") or []), resume],
+    }
+
+
+def find_changes(before: Mapping[str, Any], after: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return the values that differ, by dotted name."""
+    changes: dict[str, Any] = {}
+    for name, value in after.items():
+        old = before.get(name)
+        if isinstance(value, Mapping) and isinstance(old, Mapping):
+            changes |= find_changes(old, value, f"{prefix}{name}.")
+        elif value != old:
+            changes[prefix + name] = value
+    return changes
+
+
+def change_command(command: Sequence[str], changes: Mapping[str, Any], data: str, new_data: str) -> list[str]:
+    """Return a command with the fields of `changes` as overrides, and with the dataset's new place."""
+    if not command:
+        return []
+    words = [word for word in command if word.partition("=")[0] not in changes]
+    if data != new_data:
+        words = replace_data(words, data, new_data)
+    return [*words, *(f"{name}={settings.format_value(value)}" for name, value in changes.items())]
+
+
+def replace_data(command: Sequence[str], data: str, new_data: str) -> list[str]:
+    """Return a command with the word that names the dataset at `data`, perhaps as a relative path, replaced."""
+    words = list(command)
+    for index in range(2, len(words)):  # after voxlane train
+        if words[index - 1] != "--run" and f"/{data}".endswith(f"/{words[index].removeprefix('./').strip('/')}"):
+            words[index] = new_data
+            break
+    return words
+
+
 def _resume_config(run: Run, prepared: Prepared, config_values: Mapping[str, Any]) -> TrainConfig:
     trained = TrainedRun.load(run)
-    if trained.data_digest != prepared.digest:
-        raise RunError(
-            f"the run trains on {trained.data_uri}, which is another dataset or has been prepared again since",
-            uri=run.folder_uri,
-            fix="Give the dataset of the run, or start a new run",
-        )
+    check_dataset(run, trained, prepared)
     previous = settings.to_plain(trained.config)
     merged = merge_values(previous, config_values)
     changed = [name for name in merged if merged[name] != previous.get(name) and name not in _CHANGEABLE_ON_RESUME]

@@ -90,6 +90,9 @@ class Segmenter(pl.LightningModule):
         self.waited_s: Callable[[], float] = lambda: 0.0
         """Function that returns the seconds waited for the loader so far."""
         self._previous_waited_s = 0.0
+        self.used_time_share = 0.0
+        """Share of the run's time limit that is used, from 0 to 1: the learning rate is annealed by it if the steps
+        would not end in time."""
         # The network that validates. Its attribute name is part of the parameter names in stored checkpoints.
         self._predicting = self.network
 
@@ -242,9 +245,9 @@ class Segmenter(pl.LightningModule):
         )
         numbers = {weight: number for number, weight in enumerate(self.parameters())}
         self._optimized = [numbers[weight] for group in optimizer.param_groups for weight in group["params"]]
-        total_steps = self.settings.epochs * self.settings.steps_per_epoch
         schedule = torch.optim.lr_scheduler.LambdaLR(
-            optimizer, lambda step: learning_rate_factor(step, total_steps, config)
+            optimizer,
+            lambda step: learning_rate_factor(step, self.settings.total_steps, config, self.used_time_share),
         )
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
@@ -259,6 +262,13 @@ class Segmenter(pl.LightningModule):
             if weight.requires_grad:
                 by_factor.setdefault(factor, []).append(weight)
         return [{"params": weights, "lr": lr * factor} for factor, weights in sorted(by_factor.items(), reverse=True)]
+
+    def set_learning_rate(self) -> None:
+        """Set the learning rate of the next step by the schedule."""
+        schedule: Any = self.lr_schedulers()
+        rates = zip(schedule.optimizer.param_groups, schedule.base_lrs, schedule.lr_lambdas, strict=True)
+        for group, base, factor in rates:
+            group["lr"] = base * factor(schedule.last_epoch)
 
     def configure_gradient_clipping(
         self, optimizer: Any, gradient_clip_val: Any = None, gradient_clip_algorithm: Any = None
@@ -295,8 +305,10 @@ class Segmenter(pl.LightningModule):
                     group["params"] = [self._optimized[number] for number in group["params"]]
 
     def on_train_start(self) -> None:
-        """Freeze what is frozen for some steps, now that DDP knows all parameters. Give loaded optimizer states the
-        memory format of their weights, which fused kernels rely on."""
+        """Set the learning rate, because a run may resume with another schedule. Freeze what is frozen for some steps,
+        now that DDP knows all parameters. Give loaded optimizer states the memory format of their weights, which fused
+        kernels rely on."""
+        self.set_learning_rate()
         optimizer: Any = self.optimizers(use_pl_optimizer=False)
         steps = self.settings.finetune.freeze_steps
         if steps is not None and self.global_step <= steps:
@@ -397,13 +409,15 @@ def _mean(values: Iterable[float | None]) -> float | None:
     return sum(numbers) / len(numbers) if numbers else None
 
 
-def learning_rate_factor(step: int, total_steps: int, config: OptimizerConfig) -> float:
-    """Return the factor of the peak learning rate at a step, counted from 0."""
-    if step < config.warmup_steps:
-        return (step + 1) / config.warmup_steps
-    remaining = 1 - min(1.0, (step - config.warmup_steps) / max(1, total_steps - config.warmup_steps))
+def learning_rate_factor(step: int, total_steps: int, config: OptimizerConfig, used_time_share: float = 0.0) -> float:
+    """Return the factor of the peak learning rate at a step, counted from 0. The schedule ends with the last step or
+    once all time is used, whichever comes first."""
+    is_warming_up = step < config.warmup_steps
+    warmup = (step + 1) / config.warmup_steps if is_warming_up else 1.0
+    used_steps = 0.0 if is_warming_up else (step - config.warmup_steps) / max(1, total_steps - config.warmup_steps)
+    remaining = 1 - min(1.0, max(used_steps, used_time_share))
     if config.schedule == "poly":
-        return float(remaining**config.power)
+        return warmup * float(remaining**config.power)
     if config.schedule == "cosine":
-        return (1 - math.cos(math.pi * remaining)) / 2
-    return 1.0
+        return warmup * (1 - math.cos(math.pi * remaining)) / 2
+    return warmup

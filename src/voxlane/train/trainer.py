@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import datetime
 import logging
 import math
 import signal
@@ -15,44 +14,54 @@ from typing import Any
 import lightning.pytorch as pl
 import torch.distributed as dist
 from lightning.fabric.plugins.environments.lightning import LightningEnvironment
-from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint, Timer
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from voxlane.checkpoint.lightning import AsyncBucketCheckpointIO, BucketCheckpointIO, BucketModelParallelStrategy
-from voxlane.distributed import gather_objects
-from voxlane.train.config import TrainConfig
+from voxlane.distributed import gather_objects, run_on_rank_zero
 from voxlane.train.ranks import LauncherEnvironment, RankInfo, make_ddp_strategy
 from voxlane.train.recorder import ProgressBar, Recorder
 from voxlane.train.run import Run
 from voxlane.train.run_setup import uses_gpu
 from voxlane.train.segmenter import Segmenter
+from voxlane.train.time_limit import TimeLimit
 
 LAST, BEST = "last", "best"
 OnEpoch = Callable[[dict[str, Any]], bool | None]
 CUDNN_BENCHMARK_MIN_VOXELS = 2_000_000
 """Voxels on a device at once from which cuDNN times all its convolutions and takes the fastest. On an H200 that takes
 12 to 17 s; smaller steps are limited by Python first."""
-_LAST_STEP_KEY = "voxlane/last-step"
+_SIGTERM, _TIME = "sigterm", "time"
 _PRECISIONS = {"float32": "32-true", "bfloat16": "bf16-mixed", "float16": "16-mixed"}
 
 
 class LastCheckpoint(ModelCheckpoint):
-    """Saves the checkpoint to resume from: after every few epochs, after a run's last epoch, and on SIGTERM. Lightning
-    calls it after all other callbacks, so it also reports the epoch to `on_epoch`.
+    """Saves the checkpoint to resume from: after every few epochs, after a run's last epoch, on SIGTERM and when the
+    time limit is reached. Lightning calls it after all other callbacks, so it also reports the epoch to `on_epoch`.
 
     On SIGTERM it saves and raises SIGTERMException, on all ranks after the same step, as a preempted job must.
     Lightning's own handler communicates with the other ranks from inside the signal handler, whatever they are doing
     at that moment, and only listens to rank 0. Here any rank may receive the signal. It writes the step after its own
     as the last one to the process group's store, before it takes part in that step. No rank can be further than that,
     because the step needs all ranks.
+
+    The time limit, which rank 0 watches, ends the run after a step that is agreed in the same way. The epoch ends there
+    with a validation, as a run's last epoch does. The checkpoint is saved before, at the step, so that a run with more
+    time continues the epoch exactly.
     """
 
-    def __init__(self, recorder: Recorder, on_epoch: OnEpoch | None, **arguments: Any) -> None:
+    def __init__(
+        self, recorder: Recorder, on_epoch: OnEpoch | None, time_limit: TimeLimit | None, **arguments: Any
+    ) -> None:
         super().__init__(filename=LAST, **arguments)
         self._recorder = recorder
         self._on_epoch = on_epoch
+        self._time_limit = time_limit
         self._received_sigterm = False
-        self._stop_step: int | None = None
+        self._first_step = 0
+        self._stop: tuple[int, str] | None = None
+        """Last step and its cause, once the ranks agree on them."""
+        self._is_saved_in_epoch = False
 
     @property
     def state_key(self) -> str:
@@ -78,26 +87,46 @@ class LastCheckpoint(ModelCheckpoint):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Save and stop if this step is the last."""
-        if not self._is_last(trainer.global_step) or batch_idx + 1 == trainer.num_training_batches:
-            return  # the end of an epoch is saved anyway
-        self._recorder.pause(trainer)
-        trainer.save_checkpoint(f"{self.dirpath}/{LAST}.ckpt")
-        raise SIGTERMException
+        cause = self._find_stop_cause(trainer.global_step)
+        ends_epoch = batch_idx + 1 == trainer.num_training_batches  # which is saved anyway
+        if cause == _SIGTERM and not ends_epoch:
+            self._recorder.finish(trainer)
+            self._recorder.save_in_epoch(trainer, f"{self.dirpath}/{LAST}.ckpt")
+            raise SIGTERMException
+        if cause == _TIME:
+            assert self._time_limit is not None
+            self._time_limit.has_ended_run = trainer.should_stop = True
+            trainer.check_val_every_n_epoch = 1
+            if not ends_epoch:
+                self._recorder.save_in_epoch(trainer, f"{self.dirpath}/{LAST}.ckpt")
+                self._is_saved_in_epoch = True
 
-    def _is_last(self, step: int) -> bool:
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Note the step, which tells apart the starts of runs in one process group."""
+        super().on_train_start(trainer, pl_module)
+        self._first_step = trainer.global_step
+
+    def _find_stop_cause(self, step: int) -> str | None:
+        """Return why this step is the last, the same on all ranks; None if it is not."""
+        is_time_over = self._time_limit is not None and self._time_limit.is_over()
+        own_cause = _SIGTERM if self._received_sigterm else _TIME if is_time_over else None
         if not dist.is_initialized() or dist.get_world_size() == 1:
-            return self._received_sigterm
-        if self._stop_step is None:
+            return own_cause
+        if self._stop is None:
             store = dist.distributed_c10d._get_default_store()
-            if self._received_sigterm:
-                store.compare_set(_LAST_STEP_KEY, "", str(step + 1))
-            if store.check([_LAST_STEP_KEY]):
-                self._stop_step = int(store.get(_LAST_STEP_KEY))
-        return self._stop_step is not None and step >= self._stop_step
+            key = f"voxlane/last-step/{self.dirpath}/{self._first_step}"
+            if own_cause == _SIGTERM or (own_cause == _TIME and dist.get_rank() == 0):
+                store.compare_set(key, "", f"{step + 1} {own_cause}")
+            if store.check([key]):
+                last_step, _, cause = store.get(key).decode().partition(" ")
+                self._stop = int(last_step), cause
+        return self._stop[1] if self._stop is not None and step >= self._stop[0] else None
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Save if it is time to, or if the run ends here."""
-        if any(gather_objects(self._received_sigterm)) and trainer.current_epoch + 1 != trainer.max_epochs:
+        is_end = trainer.current_epoch + 1 == trainer.max_epochs
+        is_end = is_end or (self._time_limit is not None and self._end_in_time(trainer, self._time_limit))
+        if any(gather_objects(self._received_sigterm)) and not is_end:
             trainer.should_stop = True
             self._save(trainer, pl_module)
             raise SIGTERMException
@@ -106,7 +135,17 @@ class LastCheckpoint(ModelCheckpoint):
             trainer.should_stop = True
             self._save(trainer, pl_module)
 
+    def _end_in_time(self, trainer: pl.Trainer, limit: TimeLimit) -> bool:
+        """Return whether the time limit ends the run with this epoch, also if only the validation has reached it: after
+        another step the run would validate again."""
+        is_validated = self._recorder.history[-1]["dice"] is not None
+        if is_validated and run_on_rank_zero(limit.is_over):
+            limit.has_ended_run = trainer.should_stop = True
+        return limit.has_ended_run
+
     def _save(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if self._is_saved_in_epoch:
+            return  # from what is saved now, Lightning would continue with the next epoch
         if trainer.should_stop or trainer.current_epoch + 1 == trainer.max_epochs:
             self._every_n_epochs = 1
         super().on_train_epoch_end(trainer, pl_module)
@@ -162,7 +201,7 @@ def make_trainer(
         num_sanity_val_steps=0,
         gradient_clip_val=config.optimizer.clip_norm,
         plugins=plugins,
-        callbacks=_make_callbacks(config, run, recorder, validates, progress_bar, on_epoch),
+        callbacks=_make_callbacks(module, run, recorder, validates, progress_bar, on_epoch),
         logger=False,
         enable_progress_bar=progress_bar,
         enable_model_summary=False,
@@ -180,9 +219,11 @@ def make_trainer(
 
 
 def _make_callbacks(
-    config: TrainConfig, run: Run, recorder: Recorder, validates: bool, progress_bar: bool, on_epoch: OnEpoch | None
+    module: Segmenter, run: Run, recorder: Recorder, validates: bool, progress_bar: bool, on_epoch: OnEpoch | None
 ) -> list[pl.Callback]:
-    callbacks: list[pl.Callback] = [recorder]
+    config = module.settings
+    limit = None if config.max_minutes is None else TimeLimit(60 * config.max_minutes, recorder, module)
+    callbacks: list[pl.Callback] = [recorder, *([limit] if limit else [])]
     checkpoint_options: dict[str, Any] = {
         "dirpath": run.checkpoints_uri,
         "save_on_train_epoch_end": True,
@@ -191,11 +232,9 @@ def _make_callbacks(
     if validates:
         callbacks.append(ModelCheckpoint(filename=BEST, monitor="dice", mode="max", **checkpoint_options))
     every = config.checkpoint_every_epochs
-    callbacks.append(LastCheckpoint(recorder, on_epoch, every_n_epochs=every, **checkpoint_options))
+    callbacks.append(LastCheckpoint(recorder, on_epoch, limit, every_n_epochs=every, **checkpoint_options))
     if config.early_stop is not None:
         callbacks.append(EarlyStopping("dice", mode="max", patience=config.early_stop, check_on_train_epoch_end=False))
-    if config.max_minutes is not None:
-        callbacks.append(Timer(datetime.timedelta(minutes=config.max_minutes), interval="epoch", verbose=False))
     if progress_bar:
         callbacks.append(ProgressBar(recorder))
     return callbacks

@@ -28,12 +28,11 @@ from voxlane.cluster.ray.ranks import run_on_ranks
 from voxlane.distributed import gather_objects
 from voxlane.errors import ClusterError, ConfigError, LostError, RunError, StoppedError, VoxlaneError
 from voxlane.store import StoreConfig
-from voxlane.train.fit import RESUME_FIX, fit
+from voxlane.train.fit import RESUME_FIX, fit, load_for_start
 from voxlane.train.ranks import read_job_start
 from voxlane.train.recorder import format_epoch
 from voxlane.train.run import Run, TrainedRun
 from voxlane.train.run_setup import check_config, prepare_run
-from voxlane.volume.prepared_dataset import Prepared
 
 WORKERS_FILE = "workers.json"
 MAX_ATTEMPTS_WITHOUT_PROGRESS = 3
@@ -82,7 +81,7 @@ class WorkerRequest:
 
 
 def train_on_ray(
-    data: str,
+    data: str | None,
     run_uri: str,
     config_values: Mapping[str, Any] | None = None,
     store: StoreConfig | None = None,
@@ -116,7 +115,7 @@ def train_on_ray(
     if nodes is not None:
         clusters.workers_per_node(workers, nodes)
     run = Run(run_uri, store)
-    prepared = Prepared.load(data, store)  # report mistakes first: a cluster takes seconds to start
+    prepared = load_for_start(data, run, resume=resume)  # report mistakes first: a cluster takes seconds to start
     config = TrainedRun.load(run).config if resume else check_config(prepared, config_values or {}, workers)
     if not resume and run.exists and run.has_results:
         raise run.already_exists_error()
@@ -178,7 +177,7 @@ def _follow_history(
             return []  # the next read may succeed; training does not depend on it
 
     # Epochs of an earlier part of the run are not reported again.
-    last_epoch = max((entry["epoch"] for entry in read_history()), default=-1)
+    last_epoch = max((entry["epoch"] for entry in read_history() if not entry.get("cut")), default=-1)
     bar.update(last_epoch + 1)
 
     def report_new_epochs() -> None:

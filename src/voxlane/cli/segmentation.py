@@ -37,8 +37,8 @@ from voxlane.sizes import format_bytes, format_plural
 if TYPE_CHECKING:
     from voxlane.store import StoreConfig
     from voxlane.train.predictor import PredictionJob, Predictor
-    from voxlane.volume.prepared_dataset import Prepared
     from voxlane.volume.scan_reader import ScanReader
+    from voxlane.volume.splits import Split
 
 _Record = TypeVar("_Record")
 
@@ -80,13 +80,15 @@ class PrepareCommand(FieldsFileOptions, ConfiguredOptions):
     def _run(self) -> None:
         from voxlane.volume.case_checks import format_problems
         from voxlane.volume.prepare import PrepareConfig, prepare
+        from voxlane.volume.splits import BALANCED
 
         values, store_config = self.load(self.overrides)
+        config = build(PrepareConfig, values)
         try:
             result = prepare(
                 self.src,
                 self.dst,
-                build(PrepareConfig, values),
+                config,
                 store_config,
                 progress=self.progress,
                 recheck=self.recheck,
@@ -110,6 +112,10 @@ class PrepareCommand(FieldsFileOptions, ConfiguredOptions):
         spacing, patch = " x ".join(f"{mm:.3g}" for mm in plan.spacing), " x ".join(map(str, plan.patch))
         network = f"{plan.network.kind} with features {', '.join(map(str, plan.network.features))}"
         print(f"plan: {spacing} mm, patches of {patch}, batch {plan.batch}, {network}")
+        split = prepared.case_split
+        is_short = split.method == BALANCED and len(split.folds) < config.folds
+        few = f"; there are too few patients for folds={config.folds}" if is_short else ""
+        print(f"split: {split.describe()}{few}")
         print(f"next: voxlane train {self.dst} --run RUN")
 
 
@@ -250,6 +256,7 @@ class TrainCommand(FieldsFileOptions, RayOptions, ConfiguredOptions):
         from voxlane.train import ranks
         from voxlane.train.run import Run
         from voxlane.volume.prepared_dataset import Prepared
+        from voxlane.volume.split_files import choose_split
 
         file_values, options = self.read(), self
         if self.config and self.config.endswith(".json"):
@@ -259,7 +266,9 @@ class TrainCommand(FieldsFileOptions, RayOptions, ConfiguredOptions):
         config_values, store_config = self.load(self.overrides, file_values)
         targets = [(self.run, config_values)]
         if self.folds is not None:
-            folds = _parse_folds(self.folds, Prepared.load(self.data, store_config))
+            prepared = Prepared.load(self.data, store_config)
+            split = choose_split(prepared, config_values.get("split"), store_config)
+            folds = _parse_folds(self.folds, split)
             targets = [(f"{self.run.rstrip('/')}/fold_{fold}", {**config_values, "fold": fold}) for fold in folds]
         is_first_rank = ranks.read_rank_info().rank == 0
         resume_if_exists = self.auto_resume or (self.resume and self.folds is not None)
@@ -310,9 +319,11 @@ def _explain_missing_secrets(command: TrainCommand | TuneCommand, record_name: s
         raise explained from None
 
 
-def _parse_folds(text: str, prepared: Prepared) -> list[int]:
-    """Return the folds that --folds names; all: those that hold cases."""
-    existing = sorted(set(prepared.table.column("fold").to_pylist()))
+def _parse_folds(text: str, split: Split) -> list[int]:
+    """Return the folds that --folds names; all: those that hold cases out."""
+    existing = split.usable
+    if not existing:
+        raise ConfigError(f"--folds {text}: the dataset has {split.describe()}")
     if text == "all":
         return existing
     try:

@@ -28,7 +28,7 @@ from voxlane.volume.description import Description
 from voxlane.volume.formats import check_regular_file, open_store
 from voxlane.volume.scan import strip_scan_suffix
 
-__all__ = ["SourceCase", "SourceDataset", "discover"]
+__all__ = ["SourceCase", "SourceDataset", "discover", "read_document"]
 
 
 _MAX_DOCUMENT_BYTES = 1 << 28
@@ -71,7 +71,7 @@ def discover(
     uri = str(uris.parse(src_uri))
     fields = dict(overrides or {})
     is_file = uri.lower().endswith((".json", ".csv"))
-    document = _read_document(uri, config) if is_file else None
+    document = read_document(uri, config) if is_file else None
     is_dataset_json = isinstance(document, Mapping) and bool({"training", "channel_names"} & document.keys())
     listed_etags: dict[str, str] | None = None
     resolve: Callable[[str], str]
@@ -110,7 +110,7 @@ def _parse_folder(root: str, config: StoreConfig | None, layout: str | None) -> 
     objects = {entry.key.removeprefix(folder): entry for entry in listed}
     # macOS adds a file ._name for each name in an archive; those look like scans.
     names = [name for name in objects if not posixpath.basename(name).startswith(".")]
-    document = _read_document(root + "dataset.json", config) if "dataset.json" in objects else None
+    document = read_document(root + "dataset.json", config) if "dataset.json" in objects else None
     layout_name = layout or detect_layout(names, document, root)
     if layout_name in ("msd", "nnunet") and not isinstance(document, Mapping):
         raise LayoutError(
@@ -223,7 +223,7 @@ def _fetch_etags(files: Iterable[str], config: StoreConfig | None) -> dict[str, 
     return etags
 
 
-def _read_document(uri: str, config: StoreConfig | None) -> Any:
+def read_document(uri: str, config: StoreConfig | None) -> Any:
     """Read and parse a .json or .csv object."""
     parsed = uris.parse(uri)
     try:

@@ -505,20 +505,37 @@ class EvaluateCommand(FieldsFileOptions, ConfiguredOptions):
     overlays below RUN/evaluation. If RUN holds one run per fold (train --folds all), each case is predicted by the run
     that held it out.
 
+    With --images, score labelled scans that are not in the run's dataset, such as those of another hospital, with the
+    networks of all folds together. Their scores go to RUN/evaluation/external-NAME.
+
     Examples:
       voxlane evaluate runs/first
+      voxlane evaluate runs/first --images site2/scans --labels site2/labels
+      voxlane evaluate runs/cv --images Task04_Hippocampus --name decathlon
       voxlane evaluate runs/cv predict.mirror=true
       voxlane evaluate runs/first space=prepared masks=false
     """
 
-    config_class: ClassVar[str] = "voxlane.train.evaluate:EvaluateConfig"
+    config_class: ClassVar[str] = "voxlane.train.external:ExternalConfig"
 
     runs: Annotated[tuple[PathOrUri, ...], Flag(positional=True, metavar="RUN")]
     """URI or folder of the run, or of the runs of several folds."""
     out: Annotated[PathOrUri | None, Flag("-o")] = None
     """URI or folder for the results (default: the run's own)."""
+    images: PathOrUri | None = None
+    """URI or folder of labelled scans to score instead, or a dataset or list that `voxlane prepare` reads."""
+    labels: PathOrUri | None = None
+    """URI or folder of the labels of --images, named as the scans (default: the dataset's or list's own)."""
+    name: str | None = None
+    """Name of the evaluation with --images (default: external- and the folder of the scans)."""
 
     def _run(self) -> None:
+        if self.images is not None:
+            self._evaluate_external()
+            return
+        for option in ("labels", "name"):
+            if getattr(self, option) is not None:
+                raise ConfigError(f"--{option} is for scans outside the dataset", fix="Give --images too")
         from voxlane.train.evaluate import EvaluateConfig, evaluate, format_table
         from voxlane.train.run import Run, TrainedRun, find_runs
 
@@ -532,6 +549,27 @@ class EvaluateCommand(FieldsFileOptions, ConfiguredOptions):
         print(f"cases, masks and overlays: {result.folder_uri}")
         if out.exists or self.out is None:
             print(f"next: voxlane report {self.out or uris[0]}")
+
+    def _evaluate_external(self) -> None:
+        """Score the scans of --images."""
+        from voxlane.cli.scores import print_problems
+        from voxlane.train.evaluate import format_table
+        from voxlane.train.external import ExternalConfig, evaluate_external, find_external_set
+        from voxlane.train.run import Run, TrainedRun, find_runs
+
+        values, store_config = self.load(self.overrides)
+        config = build(ExternalConfig, values)
+        runs = [run for uri in self.runs for run in find_runs(uri, store_config)]
+        description = TrainedRun.load(runs[0]).description
+        external = find_external_set(self.images or "", self.labels, description, store_config)
+        out = Run(self.out or self.runs[0], store_config)
+        result = evaluate_external(runs, external, out, config, name=self.name, progress=self.progress)
+        if known := result.summary["named_as_training_cases"]:
+            shown = f"{format_plural(len(known), 'case')}, such as {known[0]}"
+            print(f"warning: {shown}, have the names of cases that the run trained on", file=sys.stderr)
+        print(format_table(result, description))
+        print(f"cases, masks and overlays: {result.folder_uri}")
+        print_problems(result, excluded=config.bad_cases == "exclude")
 
 
 # -- predict -----------------------------------------------------------------------------------------------------------

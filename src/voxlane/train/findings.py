@@ -27,7 +27,8 @@ class Evaluation:
     """One evaluation of the run."""
 
     name: str
-    """validation: the held-out fold; cross-validation: every case by the fold that did not train on it."""
+    """validation: the held-out fold; cross-validation: every case by the fold that did not train on it; other names:
+    scans that are not in the dataset."""
     summary: Mapping[str, Any]
     """Content of summary.json."""
     cases: Sequence[Mapping[str, Any]] = ()
@@ -89,7 +90,7 @@ class Findings:
     stall: Mapping[str, Any] = field(default_factory=dict)
     """Content of stall.json."""
     evaluations: Sequence[Evaluation] = ()
-    """Evaluations, the one over all folds first."""
+    """Evaluations, the one over all folds first, those of other scans last."""
     damaged_files: Sequence[str] = ()
     """Names of files that exist but could not be read."""
 
@@ -154,7 +155,7 @@ def read_findings(run_uri: str, config: StoreConfig | None = None) -> Findings:
         uri=run.folder_uri,
         run=_merge_folds(run.folder_uri, config) if facts is None else facts,
         history=[row for row in history if isinstance(row, dict) and math.isfinite(as_float(row.get("epoch")))],
-        evaluations=sorted(evaluations, key=lambda e: (e.name != "cross-validation", e.name)),
+        evaluations=sorted(evaluations, key=lambda e: (e.name != "cross-validation", e.name != "validation", e.name)),
         stall=read("stall.json", dict) or {},
         damaged_files=damaged,
     )

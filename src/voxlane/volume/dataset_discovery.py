@@ -57,12 +57,14 @@ def discover(
     *,
     layout: str | None = None,
     overrides: Mapping[str, Any] | None = None,
+    defaults: Mapping[str, Any] | None = None,
 ) -> SourceDataset:
     """Find the cases below `src_uri`, a folder or prefix in a known layout, or in the .json or .csv list at `src_uri`.
 
     layout: kits19, msd, nnunet, brats, npy or list; by default detected from the file names.
     overrides: fields that replace those of the layout's description; `regions` may be a name in
         `dataset_layouts.REGIONS`.
+    defaults: fields for what the source does not define.
 
     Raises LayoutError if there is no known dataset. Files of a case may be missing; checking the case reports that.
     """
@@ -88,7 +90,7 @@ def discover(
         draft, listed_etags = _parse_folder(root, config, layout)
         resolve = root.__add__
     _check_ids([case.id for case in draft.cases], root)
-    description = _merge_description(draft.description, fields, root)
+    description = _merge_description({**(defaults or {}), **draft.description}, fields, root)
     cases = [
         replace(
             case,

@@ -53,7 +53,7 @@ def _prepared(arguments: argparse.Namespace, folder: Path) -> tuple[Path, float]
     source: Path = arguments.data
     if (source / "prepared.json").exists():
         return source, 0.0
-    done = watch("prepare", str(source), str(folder / "prepared"), "--no-progress")
+    done = watch("prepare", str(source), str(folder / "prepared"), "split=hash", "--no-progress")
     return folder / "prepared", done.seconds
 
 

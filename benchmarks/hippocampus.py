@@ -1,6 +1,6 @@
 """Collect and plot the accuracy of trained and evaluated runs on the Decathlon's Hippocampus dataset.
 
-    voxlane prepare Task04_Hippocampus prepared
+    voxlane prepare Task04_Hippocampus prepared split=hash
     voxlane train prepared --run runs/cpu preset=small
     voxlane evaluate runs/cpu
     python benchmarks/hippocampus.py runs/cpu --name cpu

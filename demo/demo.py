@@ -47,7 +47,7 @@ TRAINING = (
     "validation.every_epochs=2",
     "validation.overlap=0.25",
 )
-"""No time limit: a busy machine trains the same steps and gets the same scores, only later."""
+"""Fold 3 holds 5 of the 24 cases. There is no time limit: a busy machine gets the same scores, only later."""
 
 
 def main() -> None:

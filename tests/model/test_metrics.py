@@ -117,6 +117,7 @@ def test_summary_skips_and_counts_missing_scores() -> None:
     actual = summarise_cases([make_case(0.9, math.nan), make_case(0.8, 0.5), make_case(0.4, 0.7)])
     assert actual["targets"]["k"]["dice"] == {
         "mean": pytest.approx(0.7),
+        "mean_ci95": [pytest.approx(0.4), pytest.approx(0.9)],
         "median": pytest.approx(0.8),
         "std": pytest.approx(np.std([0.9, 0.8, 0.4])),
         "count": 3,
@@ -126,6 +127,9 @@ def test_summary_skips_and_counts_missing_scores() -> None:
     assert (actual["targets"]["t"]["dice"]["count"], actual["targets"]["t"]["dice"]["not_scored"]) == (2, 1)
     assert actual["mean_dice"] == pytest.approx(0.65)
     assert (actual["cases"], actual["rule"]) == (3, EMPTY_TARGET_RULE)
+    low, high = actual["mean_dice_ci95"]
+    assert low < 0.65 < high
+    assert actual["bootstrap"]["resamples"] == 2000
     nothing = summarise_cases([make_case(math.nan, math.nan)])
     assert nothing["mean_dice"] is None
     assert nothing["targets"]["k"]["dice"]["mean"] is None

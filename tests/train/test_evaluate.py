@@ -25,7 +25,7 @@ from voxlane.train.fit import train
 from voxlane.train.predictor import PredictConfig, Predictor
 from voxlane.train.run import Run, TrainedRun, find_runs
 from voxlane.volume.prepare import PrepareConfig, prepare
-from voxlane.volume.prepared_dataset import Prepared, fold_for_patient
+from voxlane.volume.prepared_dataset import Prepared
 from voxlane.volume.scan import read_label, read_scan
 
 
@@ -229,7 +229,8 @@ def test_in_a_bucket(root: Path, gcs: Bucket) -> None:
 def test_cases_may_have_any_name(tmp_path: Path) -> None:
     odd = "a b%20c é+"
     data = tiny_runs.prepare_balls(tmp_path, [odd, *tiny_runs.case_ids(4)])
-    fold = fold_for_patient(odd, tiny_runs.FOLDS)
+    prepared = Prepared.load(data)
+    fold = prepared.case(prepared.ids.index(odd)).fold
     train(data, str(tmp_path / "run"), {**tiny_runs.CONFIG, "fold": fold}, progress=False)
     for _ in range(2):  # the second overwrites the files of the first
         result = evaluate([Run(str(tmp_path / "run"))], progress=False)

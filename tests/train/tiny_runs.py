@@ -10,7 +10,7 @@ import nibabel
 import numpy as np
 
 from voxlane.volume.prepare import PrepareConfig, prepare
-from voxlane.volume.prepared_dataset import fold_for_patient
+from voxlane.volume.splits import fold_for_patient
 
 FOLDS = 2
 LABELS = {"background": 0, "ball": 1, "core": 2}

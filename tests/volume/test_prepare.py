@@ -29,7 +29,7 @@ from voxlane.volume import case_checks, formats, scan
 from voxlane.volume.case_volumes import Cases
 from voxlane.volume.planner import make_mlperf_plan
 from voxlane.volume.prepare import PrepareConfig, foreground_voxels, prepare
-from voxlane.volume.prepared_dataset import Prepared, fold_for_patient
+from voxlane.volume.prepared_dataset import Prepared
 
 ROOT = Path(__file__).parents[2]
 UNNORMALISED_PLAN = {"patch": [16, 16, 16], "spacing": [2.0, 1.0, 1.0], "normalisation": [{"scheme": "none"}]}
@@ -105,7 +105,7 @@ def test_brats_regions_and_patients_in_one_fold(tmp_path: Path) -> None:
     assert new.description.target_values == ((1, 2, 3), (1, 3), (3,))
     assert new.ids == ["BraTS-GLI-00000-000", "BraTS-GLI-00000-001", "BraTS-GLI-00001-000"]
     assert [new.case(i).patient for i in range(3)] == ["BraTS-GLI-00000"] * 2 + ["BraTS-GLI-00001"]
-    assert new.case(0).fold == new.case(1).fold == fold_for_patient("BraTS-GLI-00000", 2)
+    assert new.case(0).fold == new.case(1).fold != new.case(2).fold
     msd = sample_data.prepare_dataset(
         sample_data.write_folder(tmp_path / "e", sample_data.make_msd()), str(tmp_path / "f")
     ).prepared
@@ -434,8 +434,8 @@ def to_canonical(array: np.ndarray) -> np.ndarray:
     return np.asarray(nibabel.as_closest_canonical(nibabel.Nifti1Image(array, sample_data.AFFINE)).dataobj).T
 
 
-def test_added_and_removed_cases_keep_the_folds_of_others(scans: str, dst: Path) -> None:
-    first = sample_data.prepare_dataset(scans, str(dst), plan=UNNORMALISED_PLAN).prepared
+def test_added_and_removed_cases_keep_hash_folds_of_others(scans: str, dst: Path) -> None:
+    first = sample_data.prepare_dataset(scans, str(dst), plan=UNNORMALISED_PLAN, split="hash").prepared
     folds = {first.case(i).id: first.case(i).fold for i in range(6)}
     sample_data.write_folder(Path(scans), sample_data.make_kits19(2, first=6))
     for file in Path(scans, "case_00001").iterdir():

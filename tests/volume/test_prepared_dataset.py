@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from tests.conftest import Bucket
 from tests.volume import sample_data
 from voxlane.errors import BucketNotFoundError, ConfigError, PreparedError
-from voxlane.volume.prepared_dataset import HEADER, Prepared, PreparedCase, as_prefix, fold_for_patient, publish_dataset
+from voxlane.volume.prepared_dataset import HEADER, Prepared, PreparedCase, as_prefix, publish_dataset
+from voxlane.volume.splits import fold_for_patient
 
 
 def publish_patients(

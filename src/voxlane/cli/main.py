@@ -23,6 +23,8 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "check": ("segmentation", "Check scans and labels without preparing them"),
     "train": ("segmentation", "Train a segmentation network on a prepared dataset"),
     "evaluate": ("segmentation", "Score a run on the cases it did not train on"),
+    "score": ("scores", "Score masks from any tool against labels"),
+    "compare": ("scores", "Compare the scores of two runs on the same cases"),
     "predict": ("segmentation", "Segment new scans"),
     "report": ("segmentation", "Write one page about a run: curves, scores, overlays, timing"),
     "tune": ("segmentation", "Search for the best config with many training runs at once"),

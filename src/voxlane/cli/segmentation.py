@@ -38,8 +38,8 @@ from voxlane.sizes import format_bytes, format_plural
 if TYPE_CHECKING:
     from voxlane.store import StoreConfig
     from voxlane.train.predictor import PredictionJob, Predictor
-    from voxlane.volume.prepared_dataset import Prepared
     from voxlane.volume.scan_reader import ScanReader
+    from voxlane.volume.splits import Split
 
 _Record = TypeVar("_Record")
 
@@ -81,13 +81,15 @@ class PrepareCommand(FieldsFileOptions, ConfiguredOptions):
     def _run(self) -> None:
         from voxlane.volume.case_checks import format_problems
         from voxlane.volume.prepare import PrepareConfig, prepare
+        from voxlane.volume.splits import BALANCED
 
         values, store_config = self.load(self.overrides)
+        config = build(PrepareConfig, values)
         try:
             result = prepare(
                 self.src,
                 self.dst,
-                build(PrepareConfig, values),
+                config,
                 store_config,
                 progress=self.progress,
                 recheck=self.recheck,
@@ -111,6 +113,10 @@ class PrepareCommand(FieldsFileOptions, ConfiguredOptions):
         spacing, patch = " x ".join(f"{mm:.3g}" for mm in plan.spacing), " x ".join(map(str, plan.patch))
         network = f"{plan.network.kind} with features {', '.join(map(str, plan.network.features))}"
         print(f"plan: {spacing} mm, patches of {patch}, batch {plan.batch}, {network}")
+        split = prepared.case_split
+        is_short = split.method == BALANCED and len(split.folds) < config.folds
+        few = f"; there are too few patients for folds={config.folds}" if is_short else ""
+        print(f"split: {split.describe()}{few}")
         print(f"next: voxlane train {self.dst} --run RUN")
 
 
@@ -262,6 +268,7 @@ class TrainCommand(FieldsFileOptions, RayOptions, ConfiguredOptions):
         from voxlane.train.run import Run, describe_cut
         from voxlane.train.run_setup import is_done
         from voxlane.volume.prepared_dataset import Prepared
+        from voxlane.volume.split_files import choose_split
 
         data = self.dataset
         file_values, options = self.read(), self
@@ -274,7 +281,9 @@ class TrainCommand(FieldsFileOptions, RayOptions, ConfiguredOptions):
         if self.folds is not None:
             if data is None:
                 raise UsageError("voxlane train: missing DATA", fix="--folds reads the dataset's folds")
-            folds = _parse_folds(self.folds, Prepared.load(data, store_config))
+            prepared = Prepared.load(data, store_config)
+            split = choose_split(prepared, config_values.get("split"), store_config)
+            folds = _parse_folds(self.folds, split)
             targets = [(f"{self.run.rstrip('/')}/fold_{fold}", {**config_values, "fold": fold}) for fold in folds]
         is_first_rank = ranks.read_rank_info().rank == 0
         resume_if_exists = self.auto_resume or (self.resume and self.folds is not None)
@@ -327,9 +336,11 @@ def _explain_missing_secrets(command: TrainCommand | TuneCommand, record_name: s
         raise explained from None
 
 
-def _parse_folds(text: str, prepared: Prepared) -> list[int]:
-    """Return the folds that --folds names; all: those that hold cases."""
-    existing = sorted(set(prepared.table.column("fold").to_pylist()))
+def _parse_folds(text: str, split: Split) -> list[int]:
+    """Return the folds that --folds names; all: those that hold cases out."""
+    existing = split.usable
+    if not existing:
+        raise ConfigError(f"--folds {text}: the dataset has {split.describe()}")
     if text == "all":
         return existing
     try:
@@ -515,13 +526,18 @@ class EvaluateCommand(FieldsFileOptions, ConfiguredOptions):
     overlays below RUN/evaluation. If RUN holds one run per fold (train --folds all), each case is predicted by the run
     that held it out.
 
+    With --images, score labelled scans that are not in the run's dataset, such as those of another hospital, with the
+    networks of all folds together. Their scores go to RUN/evaluation/external-NAME.
+
     Examples:
       voxlane evaluate runs/first
+      voxlane evaluate runs/first --images site2/scans --labels site2/labels
+      voxlane evaluate runs/cv --images Task04_Hippocampus --name decathlon
       voxlane evaluate runs/cv predict.mirror=true
       voxlane evaluate runs/first space=prepared masks=false
     """
 
-    config_class: ClassVar[str] = "voxlane.train.evaluate:EvaluateConfig"
+    config_class: ClassVar[str] = "voxlane.train.external:ExternalConfig"
 
     runs: Annotated[tuple[PathOrUri, ...], Flag(positional=True, metavar="RUN")]
     """URI or folder of the run, or of the runs of several folds."""
@@ -529,8 +545,20 @@ class EvaluateCommand(FieldsFileOptions, ConfiguredOptions):
     """URI or folder for the results (default: the run's own)."""
     data: PathOrUri | None = None
     """Place of the dataset, if it was moved or copied after the training."""
+    images: PathOrUri | None = None
+    """URI or folder of labelled scans to score instead, or a dataset or list that `voxlane prepare` reads."""
+    labels: PathOrUri | None = None
+    """URI or folder of the labels of --images, named as the scans (default: the dataset's or list's own)."""
+    name: str | None = None
+    """Name of the evaluation with --images (default: external- and the folder of the scans)."""
 
     def _run(self) -> None:
+        if self.images is not None:
+            self._evaluate_external()
+            return
+        for option in ("labels", "name"):
+            if getattr(self, option) is not None:
+                raise ConfigError(f"--{option} is for scans outside the dataset", fix="Give --images too")
         from voxlane.train.evaluate import EvaluateConfig, evaluate, format_table
         from voxlane.train.run import Run, TrainedRun, find_runs
 
@@ -544,6 +572,27 @@ class EvaluateCommand(FieldsFileOptions, ConfiguredOptions):
         print(f"cases, masks and overlays: {result.folder_uri}")
         if out.exists or self.out is None:
             print(f"next: voxlane report {self.out or uris[0]}")
+
+    def _evaluate_external(self) -> None:
+        """Score the scans of --images."""
+        from voxlane.cli.scores import print_problems
+        from voxlane.train.evaluate import format_table
+        from voxlane.train.external import ExternalConfig, evaluate_external, find_external_set
+        from voxlane.train.run import Run, TrainedRun, find_runs
+
+        values, store_config = self.load(self.overrides)
+        config = build(ExternalConfig, values)
+        runs = [run for uri in self.runs for run in find_runs(uri, store_config)]
+        description = TrainedRun.load(runs[0]).description
+        external = find_external_set(self.images or "", self.labels, description, store_config)
+        out = Run(self.out or self.runs[0], store_config)
+        result = evaluate_external(runs, external, out, config, name=self.name, progress=self.progress)
+        if known := result.summary["named_as_training_cases"]:
+            shown = f"{format_plural(len(known), 'case')}, such as {known[0]}"
+            print(f"warning: {shown}, have the names of cases that the run trained on", file=sys.stderr)
+        print(format_table(result, description))
+        print(f"cases, masks and overlays: {result.folder_uri}")
+        print_problems(result, excluded=config.bad_cases == "exclude")
 
 
 # -- predict -----------------------------------------------------------------------------------------------------------

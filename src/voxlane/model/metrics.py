@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from voxlane.errors import ConfigError
+from voxlane.model.statistics import bootstrap_mean, describe_bootstrap
 from voxlane.volume.description import Description
 
 EMPTY_TARGET_RULE = (
@@ -108,8 +109,9 @@ def surface(mask: Mask) -> Mask:
 def summarise_cases(cases: Sequence[Mapping[str, Mapping[str, float | None]]]) -> dict[str, Any]:
     """Summarise the scores of cases, in which None counts as NaN, as JSON-compatible data.
 
-    For each target and score: mean, median, population standard deviation, count, and the number of cases not scored.
-    `mean_dice` is the mean over targets of their means. Values without any scored case are None.
+    For each target and score: mean with its bootstrap confidence interval (`mean_ci95`), median, population standard
+    deviation, count, and the number of cases not scored. `mean_dice` is the mean over targets of their means. Values
+    without any scored case, and intervals of fewer than two, are None.
     """
     targets = list(dict.fromkeys(target for case in cases for target in case))
     table = {
@@ -119,18 +121,31 @@ def summarise_cases(cases: Sequence[Mapping[str, Mapping[str, float | None]]]) -
         for target in targets
     }
     means = [row["dice"]["mean"] for row in table.values() if row["dice"]["mean"] is not None]
-    mean_dice = float(np.mean(means)) if means else None
-    return {"targets": table, "mean_dice": mean_dice, "cases": len(cases), "rule": EMPTY_TARGET_RULE}
+    dice = [[_as_number(case[t]["dice"]) if t in case else math.nan for t in targets] for case in cases]
+    interval = bootstrap_mean(dice) if means else None
+    return {
+        "targets": table,
+        "mean_dice": float(np.mean(means)) if means else None,
+        "mean_dice_ci95": None if interval is None else list(interval),
+        "bootstrap": describe_bootstrap(),
+        "cases": len(cases),
+        "rule": EMPTY_TARGET_RULE,
+    }
 
 
-def summarise_values(values: Sequence[float | None]) -> dict[str, float | int | None]:
-    """Return mean, median, std and count of the numbers, and the number of other values."""
+def summarise_values(values: Sequence[float | None]) -> dict[str, Any]:
+    """Return mean, its interval, median, std and count of the numbers, and the number of other values."""
     scored = np.array([v for v in values if v is not None and not math.isnan(v)])
     counts = {"count": len(scored), "not_scored": len(values) - len(scored)}
     if not len(scored):
-        return {"mean": None, "median": None, "std": None, **counts}
+        return {"mean": None, "mean_ci95": None, "median": None, "std": None, **counts}
     mean, median, std = float(scored.mean()), float(np.median(scored)), float(scored.std())
-    return {"mean": mean, "median": median, "std": std, **counts}
+    interval = bootstrap_mean(scored)
+    return {"mean": mean, "mean_ci95": interval and list(interval), "median": median, "std": std, **counts}
+
+
+def _as_number(value: float | None) -> float:
+    return math.nan if value is None else value
 
 
 def dice_counts(predicted: Tensor, truth: Tensor, description: Description) -> Tensor:

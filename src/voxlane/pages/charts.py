@@ -330,3 +330,39 @@ def dot_chart(rows: Sequence[tuple[str, str, Sequence[tuple[str, float]]]], *, l
         x = plot.x(axis.position(mean) or 0.0)
         parts.append(path(f"M{x:.1f} {y - line * 0.4:.1f}v{line * 0.8:.1f}", "mean", title))
     return svg(label, plot.width, plot.height, parts)
+
+
+def difference_chart(
+    rows: Sequence[tuple[str, str, Sequence[tuple[str, float]], Sequence[float] | None]], *, label: str, x_name: str
+) -> Markup:
+    """Return a chart with one dot per case around zero for every row (name, colour, [(case, difference)], interval). A
+    line marks each row's mean, and a band the interval, if there is one. Returns an empty string without any value."""
+    values = [abs(v) for _, _, differences, _ in rows for _, v in differences]
+    if not values:
+        return Markup()
+    line = 58
+    plot = Plot(FULL_WIDTH, 8 + line * len(rows) + 38, left=124, top=8)
+    limit = max(*values, 0.01) * 1.05
+    axis = round_axis("", -limit, limit, 9)
+    parts = plot.draw_x(axis, x_name, grid=True)
+    parts.append(plot.draw_mark(axis.position(0.0) or 0.5))
+    for index, (name, colour, differences, interval) in enumerate(rows):
+        y = plot.top + line * (index + 0.5)
+        parts.append(text(clip(name, 15), plot.left - 14, y + 4, "end", "row"))
+        if not differences:
+            parts.append(text("no case has it", plot.left + 8, y + 4, "start"))
+            continue
+        if interval is not None:
+            left, right = (plot.x(axis.position(end) or 0.0) for end in interval)
+            title = element("title", f"{name}: {interval[0]:+.3f} to {interval[1]:+.3f}")
+            size = {"x": left, "y": y - line * 0.4, "width": max(right - left, 1.0), "height": line * 0.8}
+            parts.append(element("rect", title, style=f"fill:{colour};opacity:0.25", **size))
+        for order, (case, value) in enumerate(sorted(differences, key=lambda item: item[1])):
+            title = element("title", f"{case}: {value:+.3f}")
+            place = {"cx": plot.x(axis.position(value) or 0.0), "cy": y + jitter(order) * line * 0.5, "r": 4.2}
+            parts.append(element("circle", title, class_="dot", style=f"fill:{colour}", **place))
+        mean = sum(v for _, v in differences) / len(differences)
+        x = plot.x(axis.position(mean) or 0.0)
+        title = element("title", f"{name}: mean {mean:+.3f}")
+        parts.append(path(f"M{x:.1f} {y - line * 0.4:.1f}v{line * 0.8:.1f}", "mean", title))
+    return svg(label, plot.width, plot.height, parts)

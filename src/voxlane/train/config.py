@@ -175,6 +175,9 @@ class TrainConfig:
     U-Net3D benchmark, for a dataset prepared with recipe=mlperf-kits19."""
     fold: int | None = pydantic.Field(default=0, ge=0)
     """Index of the fold of cases to hold out. null: train on all cases and validate on none."""
+    split: str | None = None
+    """URI of a .json or .csv file that lists the cases of each fold, such as nnU-Net's splits_final.json. It is read
+    once, and the run stores its cases. null: the split of the dataset."""
     seed: int = pydantic.Field(default=0, ge=0)
     """Seed of the initial weights, the patches and their augmentation."""
     epochs: int = pydantic.Field(default=250, ge=1)

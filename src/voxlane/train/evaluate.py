@@ -91,7 +91,7 @@ def evaluate(
     out = out or runs[0]
     name = f"evaluation/{'validation' if len(runs) == 1 else 'cross-validation'}"
     out.store.check_writable(out.key(f"{name}/summary.json"))
-    files = _ResultFiles(out, name)
+    files = ResultFiles(out, name)
     cases: list[dict[str, Any]] = []
     checkpoints: list[RunCheckpoint] = []
     pending: deque[tuple[dict[str, Any], Future[dict[str, metrics.Scores]]]] = deque()
@@ -129,9 +129,9 @@ def evaluate(
         "dataset_cases": len(prepared),
     }
     files.finish()
-    out.write_json(f"{name}/cases.json", _replace_nan(cases))
+    out.write_json(f"{name}/cases.json", replace_nan(cases))
     out.write_bytes(f"{name}/cases.csv", format_csv(cases, prepared.description).encode())
-    out.write_json(f"{name}/summary.json", _replace_nan(summary))
+    out.write_json(f"{name}/summary.json", replace_nan(summary))
     return EvaluationResult(summary, cases, out.file_uri(name))
 
 
@@ -169,7 +169,7 @@ def check_folds(runs: Sequence[Run], trained: Sequence[TrainedRun], prepared: Pr
 
 
 @dataclass
-class _ResultFiles:
+class ResultFiles:
     """The masks and overlays of one evaluation."""
 
     out: Run
@@ -211,7 +211,7 @@ def case_dice(case: Mapping[str, Any]) -> float:
 
 
 def _predict_cases(
-    predictor: Predictor, prepared: Prepared, case_ids: Sequence[str], config: EvaluateConfig, files: _ResultFiles
+    predictor: Predictor, prepared: Prepared, case_ids: Sequence[str], config: EvaluateConfig, files: ResultFiles
 ) -> Iterator[tuple[str, npt.NDArray[np.uint8], npt.NDArray[np.uint8], tuple[float, float, float]]]:
     """Yield the id, mask, truth and spacing of every case, in the grid to score in."""
     cases = Cases(prepared, CacheLimits(ram_bytes=0))
@@ -271,14 +271,19 @@ def format_csv(cases: Sequence[dict[str, Any]], description: Description) -> str
 
 def format_table(evaluation: EvaluationResult, description: Description) -> str:
     """Format the summary as a table."""
-    lines = [f"{'':<16}{'Dice':>8}{'± std':>8}{'median':>8}{'HD95 mm':>10}{'surface':>9}{'cases':>7}"]
+    heading = f"{'':<16}{'Dice':>8}{'95% CI':>16}{'± std':>8}{'median':>8}{'HD95 mm':>10}{'surface':>9}{'cases':>7}"
+    lines = [heading]
     for target in description.targets:
         scores = evaluation.summary["targets"][target]
         dice, hd95, surface = (scores[m] for m in ("dice", "hd95_mm", "surface_dice"))
-        values = (dice["mean"], 8, 3), (dice["std"], 8, 3), (dice["median"], 8, 3), (hd95["mean"], 10, 2)
-        shown = "".join(_format_number(*value) for value in (*values, (surface["mean"], 9, 3)))
-        lines.append(f"{target:<16}{shown}{dice['count']:>7}")
-    lines.append(f"{'mean':<16}{_format_number(evaluation.summary['mean_dice'], 8, 3)}")
+        values = (dice["std"], 8, 3), (dice["median"], 8, 3), (hd95["mean"], 10, 2), (surface["mean"], 9, 3)
+        shown = "".join(_format_number(*value) for value in values)
+        mean = f"{_format_number(dice['mean'], 8, 3)}{_format_interval(dice['mean_ci95'])}"
+        lines.append(f"{target:<16}{mean}{shown}{dice['count']:>7}")
+    mean_dice, interval = (evaluation.summary[name] for name in ("mean_dice", "mean_dice_ci95"))
+    lines.append(f"{'mean':<16}{_format_number(mean_dice, 8, 3)}{_format_interval(interval)}")
+    resamples = evaluation.summary["bootstrap"]["resamples"]
+    lines.append(f"95% CI: percentile bootstrap of the mean, {resamples:,} resamples of the cases")
     return "\n".join(lines)
 
 
@@ -286,6 +291,10 @@ def _format_number(value: float | None, width: int, digits: int) -> str:
     return f"{'-':>{width}}" if value is None else f"{value:>{width}.{digits}f}"
 
 
-def _replace_nan(value: Any) -> Any:
+def _format_interval(interval: Sequence[float] | None) -> str:
+    return f"{'-':>16}" if interval is None else f"{f'{interval[0]:.3f} to {interval[1]:.3f}':>16}"
+
+
+def replace_nan(value: Any) -> Any:
     """Replace NaN and infinity by None, because JSON has neither."""
     return json.loads(json.dumps(value, default=float), parse_constant=lambda _: None)

@@ -27,7 +27,8 @@ class Evaluation:
     """One evaluation of the run."""
 
     name: str
-    """validation: the held-out fold; cross-validation: every case by the fold that did not train on it."""
+    """validation: the held-out fold; cross-validation: every case by the fold that did not train on it; other names:
+    scans that are not in the dataset."""
     summary: Mapping[str, Any]
     """Content of summary.json."""
     cases: Sequence[Mapping[str, Any]] = ()
@@ -112,7 +113,7 @@ class Findings:
     fold_histories: Mapping[str, Sequence[Mapping[str, Any]]] = field(default_factory=dict)
     """History of the run of each fold, by its name, if there is one run per fold."""
     evaluations: Sequence[Evaluation] = ()
-    """Evaluations, the one over all folds first."""
+    """Evaluations, the one over all folds first, those of other scans last."""
     damaged_files: Sequence[str] = ()
     """Names of files that exist but could not be read."""
 
@@ -200,7 +201,7 @@ def read_findings(run_uri: str, config: StoreConfig | None = None) -> Findings:
         history=history,
         done=read("done.json", dict) or {},
         fold_histories=_read_fold_histories(run_uri, config) if facts is None else {},
-        evaluations=sorted(evaluations, key=lambda e: (e.name != "cross-validation", e.name)),
+        evaluations=sorted(evaluations, key=lambda e: (e.name != "cross-validation", e.name != "validation", e.name)),
         stall=read("stall.json", dict) or {},
         damaged_files=damaged,
     )

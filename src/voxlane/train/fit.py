@@ -154,7 +154,7 @@ def fit(
         # batch as one needs all of them.
         share_at_start = -(-trained.batch // trained.facts.get("ranks", config.devices))
         at_once = config.device_batch or (rank_batch if plan.batch_dice else share_at_start)
-        training_rows, held_out_rows = prepared.split(config.fold)
+        training_rows, held_out_rows = _find_case_rows(run, trained, prepared)
         held_out_rows = held_out_rows[: config.validation.max_cases]
         loader = make_loader(config, plan, prepared, training_rows, rank_batch, rank_info)
         progress_bar = sys.stdout.isatty() if progress is None else progress
@@ -198,6 +198,15 @@ def fit(
         if rank_info.rank == 0:
             _mark_if_done(run, trainer, _count_epochs(recorder.history), config)
         return report
+
+
+def _find_case_rows(run: Run, trained: TrainedRun, prepared: Prepared) -> tuple[list[int], list[int]]:
+    """Return the rows of the cases that the run trains on and of those that it holds out. They are those that the run
+    started with, whatever the dataset's split is now."""
+    try:
+        return prepared.find_rows(trained.training_cases), prepared.find_rows(trained.held_out_cases)
+    except KeyError:
+        raise run.damaged_error() from None
 
 
 def _mark_if_done(run: Run, trainer: pl.Trainer, epochs_done: int, config: TrainConfig) -> None:

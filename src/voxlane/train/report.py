@@ -330,6 +330,7 @@ def _setup_facts(run: Mapping[str, Any]) -> Facts:
         ("Channels", ", ".join(map(str, description.get("channels") or ()))),
         ("Labels", ", ".join(labels)),
         ("Regions", "; ".join(regions)),
+        ("Split", _describe_split(run)),
         ("Plan", str(plan.get("recipe", ""))),
         ("Spacing", f"{spacing} mm (z, y, x)" if spacing else ""),
         ("Patch", f"{format_size(patch)} voxels (z, y, x), {batch} per step" if patch else ""),
@@ -367,6 +368,15 @@ def _start_tensors(start: Mapping[str, Any]) -> list[tuple[str, list[str]]]:
         "of the source, not used": [describe(entry) for entry in start.get("unused") or ()],
     }
     return [(kind, names) for kind, names in kinds.items() if names]
+
+
+def _describe_split(run: Mapping[str, Any]) -> str:
+    """Say how the run's cases were split; an empty string for runs of earlier versions, which do not store it."""
+    split = run.get("split") or {}
+    if not split or run.get("fold") is None:
+        return ""
+    method = str(split.get("source") or "").rpartition("/")[2] or str(split.get("method"))
+    return f"{method}, fold {run['fold']} of {split.get('folds')}"
 
 
 def _code(value: Any) -> Markup:

@@ -26,6 +26,8 @@ from voxlane.train.run import Run, TrainedRun, covers_config
 from voxlane.train.weight_transfer import format_transfer
 from voxlane.volume.grid import MLPERF_RECIPE
 from voxlane.volume.prepared_dataset import Prepared
+from voxlane.volume.split_files import choose_split
+from voxlane.volume.splits import Split
 
 _CHANGEABLE_ON_RESUME = (
     "epochs",
@@ -80,11 +82,14 @@ def prepare_run(
         absolute = os.path.abspath(os.path.expanduser(config.loader.disk_cache))
         config = dataclasses.replace(config, loader=dataclasses.replace(config.loader, disk_cache=absolute))
     _check(config, prepared, ranks)
+    split = None if resume else choose_split(prepared, config.split, store)
     if check_local_devices:
         check_devices(config, config.devices)
     facts = _describe_run(config, prepared, ranks, command)
     weights = None if start is None else start.load()
     facts["data"] |= describe_location(run, prepared.uri)
+    if split is not None:  # a resumed run keeps its own
+        facts |= _describe_split(config, split, prepared.uri)
     with nullcontext() if lease is not None else run.open_lease():
         if lease is not None:
             lease.acquire()
@@ -110,6 +115,7 @@ def check_config(prepared: Prepared, config_values: Mapping[str, Any], ranks: in
     values = settings.make_paths_absolute(TrainConfig, config_values)
     config = resolve_batch(build_config(values), prepared.plan, ranks)
     _check(plan_start(config, values, prepared, prepared.config)[0], prepared, ranks)
+    choose_split(prepared, config.split, prepared.config).select(config.fold, prepared.uri)
     return config
 
 
@@ -196,7 +202,6 @@ def _check(config: TrainConfig, prepared: Prepared, ranks: int) -> None:
         )
     check_patch(resolve_network(config, plan), config.patch or plan.patch)
     split_batch(config.batch or plan.batch, ranks)
-    prepared.split(config.fold)
     if config.loader.disk_cache is not None:
         DiskCache(config.loader.disk_cache, config.loader.disk_cache_bytes).open()
     if config.optimizer.fused and config.optimizer.clip_norm is not None and config.precision == "float16":
@@ -229,10 +234,18 @@ def uses_gpu(config: TrainConfig) -> bool:
     return config.accelerator == "gpu" or (config.accelerator == "auto" and torch.cuda.is_available())
 
 
+def _describe_split(config: TrainConfig, split: Split, data_uri: str) -> dict[str, Any]:
+    """Return the cases of the run and where its split comes from, for run.json."""
+    cases = split.select(config.fold, data_uri)
+    return {
+        "cases": {"train": list(cases.train), "validation": list(cases.held_out)},
+        "fold": config.fold,
+        "split": {"method": split.method, "source": split.source, "folds": len(split.folds)},
+    }
+
+
 def _describe_run(config: TrainConfig, prepared: Prepared, ranks: int, command: Sequence[str]) -> dict[str, Any]:
     """Return the content of run.json."""
-    train_rows, held_out_rows = prepared.split(config.fold)
-    ids = prepared.ids
     description, plan = prepared.description, prepared.plan
     network_config = resolve_network(config, plan)
     with torch.device("meta"):
@@ -248,8 +261,6 @@ def _describe_run(config: TrainConfig, prepared: Prepared, ranks: int, command: 
         "network": settings.to_plain(network_config),
         "description": settings.to_plain(description),
         "data": {"uri": prepared.uri, "name": description.name, "fingerprint": prepared.digest},
-        "cases": {"train": [ids[i] for i in train_rows], "validation": [ids[i] for i in held_out_rows]},
-        "fold": config.fold,
         "ranks": ranks,
         "parameters": sum(p.numel() for p in network.parameters()),
         "environment": {

@@ -35,6 +35,7 @@ from voxlane.tune.space import Space, parse_space, rungs
 from voxlane.tune.task import Report, TrialTask
 from voxlane.tune.trials import Search
 from voxlane.volume.prepared_dataset import Prepared
+from voxlane.volume.split_files import choose_split
 
 VERSION = 1
 _CHANGEABLE_ON_RESUME = ("trials", "max_concurrent", "cpus_per_trial", "gpus_per_trial", "workers_per_trial", "cache")
@@ -134,8 +135,9 @@ def load_search(out: str, store: StoreConfig | None = None) -> Search:
 def _check_trainable(space: Space, prepared: Prepared) -> None:
     """Raise if no trial, or a trial with one of the listed values or range ends, could be trained on the dataset."""
     rungs(space.tune, space.max_epochs)
+    split = choose_split(prepared, space.example_config.split, prepared.config)
     for fold in space.folds:
-        prepared.split(fold)
+        split.select(fold, prepared.uri)
     for name, params in space.probes():
         try:
             values = {**space.config_values(params), "fold": space.folds[0]}

@@ -38,6 +38,7 @@ DEFAULT_TRIALS = 20
 """Number of configs that a search tries when `trials` is not set."""
 _NOT_SEARCHED = {
     "fold": "List the folds that every trial trains in tune.folds",
+    "split": "Compare all trials on one split",
     "devices": "Use tune.workers_per_trial for trials of several processes",
     "loader.disk_cache": "Use tune.cache",
 }

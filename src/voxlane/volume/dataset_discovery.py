@@ -28,7 +28,7 @@ from voxlane.volume.description import Description
 from voxlane.volume.formats import check_regular_file, open_store
 from voxlane.volume.scan import strip_scan_suffix
 
-__all__ = ["SourceCase", "SourceDataset", "discover"]
+__all__ = ["SourceCase", "SourceDataset", "discover", "read_document"]
 
 
 _MAX_DOCUMENT_BYTES = 1 << 28
@@ -57,12 +57,14 @@ def discover(
     *,
     layout: str | None = None,
     overrides: Mapping[str, Any] | None = None,
+    defaults: Mapping[str, Any] | None = None,
 ) -> SourceDataset:
     """Find the cases below `src_uri`, a folder or prefix in a known layout, or in the .json or .csv list at `src_uri`.
 
     layout: kits19, msd, nnunet, brats, npy or list; by default detected from the file names.
     overrides: fields that replace those of the layout's description; `regions` may be a name in
         `dataset_layouts.REGIONS`.
+    defaults: fields for what the source does not define.
 
     Raises LayoutError if there is no known dataset. Files of a case may be missing; checking the case reports that.
     """
@@ -71,7 +73,7 @@ def discover(
     uri = str(uris.parse(src_uri))
     fields = dict(overrides or {})
     is_file = uri.lower().endswith((".json", ".csv"))
-    document = _read_document(uri, config) if is_file else None
+    document = read_document(uri, config) if is_file else None
     is_dataset_json = isinstance(document, Mapping) and bool({"training", "channel_names"} & document.keys())
     listed_etags: dict[str, str] | None = None
     resolve: Callable[[str], str]
@@ -88,7 +90,7 @@ def discover(
         draft, listed_etags = _parse_folder(root, config, layout)
         resolve = root.__add__
     _check_ids([case.id for case in draft.cases], root)
-    description = _merge_description(draft.description, fields, root)
+    description = _merge_description({**(defaults or {}), **draft.description}, fields, root)
     cases = [
         replace(
             case,
@@ -110,7 +112,7 @@ def _parse_folder(root: str, config: StoreConfig | None, layout: str | None) -> 
     objects = {entry.key.removeprefix(folder): entry for entry in listed}
     # macOS adds a file ._name for each name in an archive; those look like scans.
     names = [name for name in objects if not posixpath.basename(name).startswith(".")]
-    document = _read_document(root + "dataset.json", config) if "dataset.json" in objects else None
+    document = read_document(root + "dataset.json", config) if "dataset.json" in objects else None
     layout_name = layout or detect_layout(names, document, root)
     if layout_name in ("msd", "nnunet") and not isinstance(document, Mapping):
         raise LayoutError(
@@ -224,7 +226,7 @@ def _fetch_etags(files: Iterable[str], config: StoreConfig | None) -> dict[str, 
     return etags
 
 
-def _read_document(uri: str, config: StoreConfig | None) -> Any:
+def read_document(uri: str, config: StoreConfig | None) -> Any:
     """Read and parse a .json or .csv object."""
     parsed = uris.parse(uri)
     try:

@@ -50,6 +50,8 @@ from voxlane.volume.plan import Plan
 from voxlane.volume.prepared_dataset import VERSION, Prepared, PreparedCase, as_prefix, case_key
 from voxlane.volume.resample import compute_new_shape
 from voxlane.volume.scan_checks import check_growth
+from voxlane.volume.split_files import load_groups, load_split
+from voxlane.volume.splits import BALANCED, HASH, Split, assign_folds
 
 CHECK_REPORT = "check.json"
 """Name of the report of the checks, beside the header of the prepared dataset."""
@@ -71,8 +73,16 @@ class PrepareConfig(CheckConfig):
     bad_cases: Literal["fail", "exclude"] = "fail"
     """Whether to fail or to exclude cases that cannot be used."""
     folds: int = pydantic.Field(default=5, ge=2)
-    """Number of folds for cross-validation; a hash of a patient's name determines its fold. With recipe=mlperf-kits19,
-    fold 0 is that benchmark's 42 cases."""
+    """Number of folds for cross-validation; fewer if there are fewer patients. With recipe=mlperf-kits19, fold 0 is
+    that benchmark's 42 cases."""
+    split: str | None = None
+    """Cases that each fold holds out. balanced: equal numbers of patients in each fold, and every class about equally
+    often. hash: a hash of a patient's name determines its fold, so that added cases do not move others. Or the URI of a
+    .json or .csv file that lists the split, such as nnU-Net's splits_final.json. null: balanced, or hash for a dataset
+    that has such folds already."""
+    groups: str | None = None
+    """URI of a .json or .csv file that names the group of each case, such as its site. Cases of a group are in the same
+    fold, as those of a patient always are. null: no groups."""
 
 
 @dataclass(frozen=True)
@@ -109,7 +119,8 @@ def prepare(
     source = _open_source(src, dst, options, config)
     store, prefix = Store(dst, config), as_prefix(uris.parse(dst).key)
     store.check_writable(prefix + prepared_dataset.HEADER)
-    _check_destination(source, dst, config)
+    existing = _check_destination(source, dst, config)
+    groups = _load_groups(source, options, config)
     lease = Lease(store, prefix, "dataset")
 
     def make_tasks(stage: str, cases: Iterable[SourceCase], plan: Plan | None, *depends: Any) -> dict[str, CaseTask]:
@@ -150,6 +161,7 @@ def prepare(
         differing = {name for name, result in earlier.items() if result["fingerprint"] != results[name]["fingerprint"]}
         written = _read_results(store, writes, recorded_keys)
         volumes = _select_current(written, differing, stored, prefix)
+        split = _make_split(findings, good, groups, plan, existing, options, config)
         remaining = [name for name in writes if name not in volumes]
         if any(case_key(prefix, name) in stored for name in remaining):
             lease.check()
@@ -158,6 +170,7 @@ def prepare(
         volumes |= workers.run(write_prepared_case, writes, volumes, store, "preparing")
         _check_written(volumes)
         lease.check()
+        numbers = split.numbers
         prepared_dataset.publish_dataset(
             store,
             prefix,
@@ -165,12 +178,14 @@ def prepare(
             plan=plan,
             fingerprint=settings.to_plain(merged),
             source={"uri": source.root, "layout": source.layout, "excluded": [asdict(p) for p in problems if p.fatal]},
-            folds=options.folds,
+            folds=len(split.folds),
+            split_record=split.to_record(),
+            existing=existing,
             cases=[
                 PreparedCase(
                     case.id,
                     case.patient,
-                    _choose_fold(case, plan, options.folds),
+                    numbers[case.id],
                     {"images": list(case.images), "label": case.label},
                     volumes[case.id],
                 )
@@ -214,11 +229,42 @@ def _assumes_spacing(source: SourceDataset) -> bool:
     return has_npy and source.description.spacing is None
 
 
-def _choose_fold(case: SourceCase, plan: Plan, folds: int) -> int:
-    """Return a case's fold; with MLPerf's recipe, fold 0 is that benchmark's held-out cases."""
-    if plan.recipe != MLPERF_RECIPE:
-        return prepared_dataset.fold_for_patient(case.patient, folds)
-    return 0 if case.id in planner.MLPERF_HELD_OUT else 1 + prepared_dataset.fold_for_patient(case.patient, folds - 1)
+def _load_groups(source: SourceDataset, options: PrepareConfig, config: StoreConfig | None) -> dict[str, str]:
+    """Return the group of each case, none without a file of groups. Raises for a mistake in that file or in the file of
+    the split, before the scans are read."""
+    patients = {case.id: case.patient for case in source.cases}
+    groups = {} if options.groups is None else load_groups(options.groups, list(patients), config)
+    if options.split not in (None, BALANCED, HASH):
+        load_split(options.split, patients, groups=groups, config=config)
+    return groups
+
+
+def _make_split(
+    findings: DatasetCheck,
+    cases: Iterable[SourceCase],
+    groups: Mapping[str, str],
+    plan: Plan,
+    existing: Prepared | None,
+    options: PrepareConfig,
+    config: StoreConfig | None,
+) -> Split:
+    """Return the split of the usable cases; with MLPerf's recipe, fold 0 is that benchmark's held-out cases."""
+    method, patients = options.split, {case.id: case.patient for case in cases}
+    if method is None:
+        method = existing.case_split.method if existing and existing.case_split.method == HASH else BALANCED
+    own_groups = {case: groups[case] for case in patients if case in groups}
+    if method not in (BALANCED, HASH):
+        return load_split(method, patients, excluded=findings.bad_cases, groups=own_groups, config=config)
+    if method == HASH and groups:
+        raise ConfigError("groups: a hash of the patient's name cannot keep groups together", fix="Use split=balanced")
+    return assign_folds(
+        patients,
+        options.folds,
+        method=method,
+        groups=own_groups,
+        classes={name: summary.label_voxels.keys() - {0} for name, summary in findings.summaries.items()},
+        test_cases=planner.MLPERF_HELD_OUT if plan.recipe == MLPERF_RECIPE else (),
+    )
 
 
 def write_prepared_case(task: CaseTask) -> dict[str, Any]:
@@ -326,18 +372,20 @@ def _override_plan(plan: Plan, overrides: Mapping[str, Any]) -> Plan:
     return changed
 
 
-def _check_destination(source: SourceDataset, dst: str, config: StoreConfig | None) -> None:
-    """Raise if `dst` holds a dataset prepared from other scans, because runs may be using it."""
+def _check_destination(source: SourceDataset, dst: str, config: StoreConfig | None) -> Prepared | None:
+    """Return the dataset at `dst`, if there is one; raise if it is prepared from other scans, because runs may be using
+    it."""
     try:
         existing = Prepared.load(dst, config)
     except PreparedError:
-        return  # no complete dataset
+        return None  # no complete dataset
     if existing.source["uri"].rstrip("/") != source.root.rstrip("/"):
         raise PreparedError(
             f"DST already holds {existing.description.name}, prepared from {existing.source['uri']}",
             uri=existing.uri,
             fix="Choose another DST, or delete this one first",
         )
+    return existing
 
 
 def _make_plan_of_usable(

@@ -1,6 +1,7 @@
 """A prepared dataset in a bucket: its header, cases and folds.
 
-    DST/prepared.json               description, plan, fingerprint, source, name of the table of cases; written last
+    DST/prepared.json               description, plan, fingerprint, source, split, name of the table of cases; written
+                                    last
     DST/cases-<digest>.parquet      one row per case: id, patient, fold, location and version of its arrays
     DST/cases/<id>.zarr/            Zarr v3: image (C, Z, Y, X), label (Z, Y, X), foreground (N, 4)
     DST/work/...                    results of `voxlane prepare` so far, from which it can resume
@@ -10,10 +11,11 @@ A dataset without a header is incomplete.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import io
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,6 +29,7 @@ from voxlane.store import Store, StoreConfig
 from voxlane.store.listing.parquet import ParquetRows
 from voxlane.volume.description import Description
 from voxlane.volume.plan import Plan, Triple, to_triple
+from voxlane.volume.splits import Split, read_record
 
 HEADER = "prepared.json"
 VERSION = 1
@@ -70,7 +73,9 @@ class Prepared:
     """`uri` and `layout` of the scans, and the `excluded` cases with their problems."""
     folds: int
     digest: str
-    """Digest of the content: plan, cases and the versions of their volumes."""
+    """Digest of the content: plan, cases and the versions of their volumes. It does not depend on the split."""
+    split_record: dict[str, Any] | None = field(default=None, repr=False)
+    """How the split was made, and what the table does not hold of it; None in datasets of earlier versions."""
     table: pa.Table = field(repr=False, compare=False)
     """Id, patient and fold of each case, sorted by id."""
     rows: ParquetRows = field(repr=False, compare=False)
@@ -116,8 +121,22 @@ class Prepared:
         if _digest(body) not in header["cases"]:
             raise PreparedError("the dataset's table of cases is damaged", uri=root, fix=_PREPARE_AGAIN)
         rows = ParquetRows(body)
-        table = rows.table(_INDEX_COLUMNS)
-        return cls(uri=root, description=description, plan=plan, **fields, table=table, rows=rows, config=config)
+        record, table = header.get("split"), rows.table(_INDEX_COLUMNS)
+        prepared = cls(
+            uri=root,
+            description=description,
+            plan=plan,
+            **fields,
+            split_record=record,
+            table=table,
+            rows=rows,
+            config=config,
+        )
+        try:
+            _ = prepared.case_split
+        except (TypeError, ValueError, LookupError, AttributeError):
+            raise damaged from None
+        return prepared
 
     def __len__(self) -> int:
         return int(self.table.num_rows)
@@ -133,27 +152,21 @@ class Prepared:
         source, volume = self.rows.row(index, _DETAIL_COLUMNS)
         return PreparedCase(name, patient, fold, json.loads(source), json.loads(volume))
 
+    @functools.cached_property
+    def case_split(self) -> Split:
+        """The dataset's folds."""
+        numbers = dict(zip(self.ids, self.table.column("fold").to_pylist(), strict=True))
+        return read_record(self.split_record, numbers, self.folds)
+
     def split(self, fold: int | None) -> tuple[list[int], list[int]]:
         """Return the rows for training and those for validation. Without a fold all cases are for training."""
-        numbers = self.table.column("fold").to_pylist()
-        if fold is None:
-            return list(range(len(numbers))), []
-        if not 0 <= fold < self.folds:
-            raise ConfigError(f"fold: expected 0 to {self.folds - 1}, got {fold}", uri=self.uri)
-        validation = [i for i, f in enumerate(numbers) if f == fold]
-        training = [i for i, f in enumerate(numbers) if f != fold]
-        if not validation or not training:
-            raise ConfigError(
-                f"fold: fold {fold} has {len(validation)} of {len(numbers)} cases",
-                uri=self.uri,
-                fix=f"Choose one of {sorted(set(numbers))}, or fold=null to train on all",
-            )
-        return training, validation
+        chosen = self.case_split.select(fold, self.uri)
+        return self.find_rows(chosen.train), self.find_rows(chosen.held_out)
 
-
-def fold_for_patient(patient: str, folds: int) -> int:
-    """Return the fold of a patient, which depends only on the patient's name."""
-    return int.from_bytes(hashlib.sha256(patient.encode()).digest()[:8], "big") % folds
+    def find_rows(self, cases: Iterable[str]) -> list[int]:
+        """Return the rows of the table that hold these cases, in their order; raise KeyError for an unknown case."""
+        rows = {case: row for row, case in enumerate(self.ids)}
+        return [rows[case] for case in cases]
 
 
 def publish_dataset(
@@ -166,8 +179,11 @@ def publish_dataset(
     source: dict[str, Any],
     folds: int,
     cases: Iterable[PreparedCase],
+    split_record: dict[str, Any] | None = None,
+    existing: Prepared | None = None,
 ) -> str:
-    """Write the table of cases, then the header, unless they exist already; return the dataset's digest."""
+    """Write the table of cases, then the header, unless they exist already; return the dataset's digest. Where only the
+    split differs from the `existing` dataset, its digest stays, so that its runs continue with their own split."""
     ordered = sorted(cases, key=lambda case: case.id)
     columns: dict[str, list[Any]] = {name: [getattr(c, name) for c in ordered] for name in _INDEX_COLUMNS}
     columns |= {name: [_compact(getattr(c, name)) for c in ordered] for name in _DETAIL_COLUMNS}
@@ -175,9 +191,14 @@ def publish_dataset(
     pq.write_table(pa.table(columns), buffer, compression="zstd", row_group_size=_ROWS_PER_GROUP)
     name = f"cases-{_digest(buffer.getvalue())}.parquet"
     content = {"plan": settings.to_plain(plan), "description": settings.to_plain(description), "cases": name}
-    digest = _digest(_compact(content).encode())
+    if existing is not None and _differs_only_in_split(existing, description, plan, ordered):
+        digest = existing.digest
+    else:
+        # Of everything but the split: the table's name would change with it.
+        digest = _digest(_compact({**content, "cases": [_describe_content(case) for case in ordered]}).encode())
     header = {"version": VERSION, "digest": digest, "folds": folds, **content}
     header |= {"fingerprint": fingerprint, "source": source}
+    header |= {} if split_record is None else {"split": split_record}
     for key, body in ((name, buffer.getvalue()), (HEADER, json.dumps(header, indent=1).encode())):
         try:
             is_current = bytes(store.get(prefix + key)) == body
@@ -186,6 +207,20 @@ def publish_dataset(
         if not is_current:
             store.put(prefix + key, body)
     return digest
+
+
+def _differs_only_in_split(
+    existing: Prepared, description: Description, plan: Plan, cases: Sequence[PreparedCase]
+) -> bool:
+    stored = (_describe_content(existing.case(row)) for row in range(len(existing)))
+    return (existing.description, existing.plan) == (description, plan) and list(stored) == [
+        _describe_content(case) for case in cases
+    ]
+
+
+def _describe_content(case: PreparedCase) -> list[Any]:
+    """Return everything about a case but its fold, as JSON gives it back."""
+    return [case.id, case.patient, _compact(case.source), _compact(case.volume)]
 
 
 def as_prefix(key: str) -> str:

@@ -64,13 +64,13 @@ def find_scans(words: Sequence[str], num_channels: int, out: str, config: StoreC
     scans in or below a folder are taken, except for what lies below `out`; if it has none, it is a DICOM series, or
     holds one in each of several folders.
     """
-    found = FoundScans()
+    listing = FoundScans()
     for word in words:
         if _names_scan(word):
-            found.scans.append(parse_scan(word))
+            listing.scans.append(parse_scan(word))
         else:
-            _add_listed(found, word, num_channels, out, config)
-    return found
+            _add_listed(listing, word, num_channels, out, config)
+    return listing
 
 
 def _names_scan(word: str) -> bool:
@@ -87,7 +87,7 @@ def _is_pattern(word: str) -> bool:
     return "*" in word or "?" in word
 
 
-def _add_listed(found: FoundScans, word: str, num_channels: int, out: str, config: StoreConfig | None) -> None:
+def _add_listed(listing: FoundScans, word: str, num_channels: int, out: str, config: StoreConfig | None) -> None:
     """Add the scans of a folder, prefix or pattern."""
     folder_uri, names = _list_names(word, out, config)
     scans = sorted(filter(_is_scan, names))
@@ -100,11 +100,11 @@ def _add_listed(found: FoundScans, word: str, num_channels: int, out: str, confi
         if _is_pattern(word):
             fix = f"Scans are {', '.join(SCAN_SUFFIXES)} files"
             raise NotFoundError("no scan matches this pattern", uri=word, fix=fix)
-        found.scans.append(parse_scan(word))
+        listing.scans.append(parse_scan(word))
         return
     left_out = f"; left out {format_plural(len(others), 'other file')}, such as {others[0]}" if others else ""
-    found.notes.append(f"{word}: {format_plural(len(listed), 'scan')}{left_out}")
-    found.scans += listed
+    listing.notes.append(f"{word}: {format_plural(len(listed), 'scan')}{left_out}")
+    listing.scans += listed
 
 
 def _list_names(word: str, out: str, config: StoreConfig | None) -> tuple[str, list[str]]:

@@ -25,7 +25,8 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "evaluate": ("segmentation", "Score a run on the cases it did not train on"),
     "score": ("scores", "Score masks from any tool against labels"),
     "compare": ("scores", "Compare the scores of two runs on the same cases"),
-    "predict": ("segmentation", "Segment new scans"),
+    "predict": ("models", "Segment new scans"),
+    "export": ("models", "Write a trained model that needs neither its run nor its dataset"),
     "report": ("segmentation", "Write one page about a run: curves, scores, overlays, timing"),
     "tune": ("segmentation", "Search for the best config with many training runs at once"),
     "stage": ("stage", "Copy a dataset to this machine's own disk"),
@@ -97,6 +98,7 @@ Examples:
   voxlane tune space.yaml gs://my-bucket/kits19-prepared --run gs://my-bucket/search1
   voxlane evaluate gs://my-bucket/run1 && voxlane report gs://my-bucket/run1
   voxlane predict gs://my-bucket/run1 scan.nii.gz -o masks
+  voxlane export gs://my-bucket/run1 gs://my-bucket/model  all that predict needs, without the run and the dataset
   voxlane slurm submit --nodes 2 --gpus-per-node 4 -- train gs://my-bucket/kits19-prepared --run gs://my-bucket/run2
   voxlane app init kits19 && voxlane app deploy kits19     the same on Kubernetes; see voxlane app --help
   voxlane tensorboard gs://my-bucket/run1                  curves and images in a browser

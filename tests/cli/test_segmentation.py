@@ -168,7 +168,7 @@ def test_arrays_from_pairs_to_masks(call: Any, tmp_path: Path) -> None:
 def test_cross_validation_and_ensemble(root: Path, scan: str, call: Any, tmp_path: Path) -> None:
     status, out, err = call("evaluate", root / "cv", "-o", tmp_path, "masks=false", "--no-progress")
     assert status == 0, err
-    assert out.splitlines()[0].split() == ["Dice", "±", "std", "median", "HD95", "mm", "surface", "cases"]
+    assert out.splitlines()[0].split() == ["Dice", "95%", "CI", "±", "std", "median", "HD95", "mm", "surface", "cases"]
     assert "next:" not in out  # there is no run to report on
     status, out, err = call("predict", root / "cv", scan, "-o", tmp_path / "masks")
     assert status == 0, err

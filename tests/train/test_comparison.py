@@ -124,8 +124,8 @@ def test_page_and_data(runs: tuple[str, str], tmp_path: Path, capsys: pytest.Cap
 
 def test_score_folders_and_other_evaluations(runs: tuple[str, str], tmp_path: Path) -> None:
     folder = write_scores(tmp_path / "tool", {f"c{i:02d}": {"kidney": 0.8} for i in range(3)}, space="prepared")
-    for given in (str(folder), f"{folder}/cases.json"):
-        comparison = compare(runs[0], given)
+    for uri in (str(folder), f"{folder}/cases.json"):
+        comparison = compare(runs[0], uri)
         assert comparison.targets == ("kidney",)
         assert "targets only in A, not compared: tumour" in comparison.notes
         assert "A was scored in scan space and B in prepared space" in comparison.notes

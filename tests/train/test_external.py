@@ -133,6 +133,9 @@ def test_unusable_files_are_named_and_the_rest_is_scored(
     assert "2 cases of 3 could not be scored" in error
     summary = json.loads((tmp_path / "out/evaluation/external-pairs/summary.json").read_text())
     assert summary["cases"] == 1
+    (pairs / "images/s_3_0000.nii.gz").write_bytes(b"not a scan")
+    assert main(["evaluate", str(root / "cv/fold_0"), *words, "masks=false", "--no-progress"]) == 1
+    assert "no case could be scored" in capsys.readouterr().err
 
 
 def test_mistakes(root: Path, pairs: Path, runs: list[Run], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

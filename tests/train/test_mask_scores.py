@@ -13,7 +13,7 @@ import pytest
 import SimpleITK
 
 from voxlane.cli.main import main
-from voxlane.errors import LayoutError
+from voxlane.errors import BadCasesError, LayoutError
 from voxlane.train.mask_scores import ScoreConfig, score_masks
 
 AFFINE = np.diag([1.0, 2.0, 3.0, 1.0])
@@ -127,6 +127,11 @@ def test_one_mask(folders: tuple[str, str], capsys: pytest.CaptureFixture[str]) 
 
 
 def test_nothing_to_score(tmp_path: Path, folders: tuple[str, str]) -> None:
+    for config in (ScoreConfig(), ScoreConfig(labels={"organ": 1})):
+        (tmp_path / "bad").mkdir(exist_ok=True)
+        (tmp_path / "bad" / "a.nii.gz").write_bytes(b"not a scan")
+        with pytest.raises(BadCasesError, match=r"bad: no (case|voxel) (.|\n)*a  +unreadable"):
+            score_masks(str(tmp_path / "bad"), folders[1], config, progress=False)
     save(tmp_path / "other" / "z.nii.gz", make_box(1, 1, 1))
     with pytest.raises(
         LayoutError, match=r"no mask has a label of the same name(.|\n)*Give each mask the name of its label"

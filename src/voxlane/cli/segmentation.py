@@ -581,8 +581,8 @@ class EvaluateCommand(FieldsFileOptions, ConfiguredOptions):
         external = find_external_set(self.images or "", self.labels, description, store_config)
         out = Run(self.out or self.runs[0], store_config)
         result = evaluate_external(runs, external, out, config, name=self.name, progress=self.progress)
-        if known := result.summary["named_as_training_cases"]:
-            shown = f"{format_plural(len(known), 'case')}, such as {known[0]}"
+        if trained_on := result.summary["named_as_training_cases"]:
+            shown = f"{format_plural(len(trained_on), 'case')}, such as {trained_on[0]}"
             print(f"warning: {shown}, have the names of cases that the run trained on", file=sys.stderr)
         print(format_table(result, description))
         print(f"cases, masks and overlays: {result.folder_uri}")

@@ -54,7 +54,7 @@ class Comparison:
     targets: tuple[str, ...]
     """Targets that both scored."""
     table: Mapping[str, Mapping[str, Mapping[str, Any]]]
-    """For each target, and for `MEAN`, the result of `compare_paired` for each score."""
+    """Results of `compare_paired` by target, including `MEAN`, and score."""
     notes: tuple[str, ...]
     """What makes the comparison less than it seems."""
 
@@ -102,9 +102,7 @@ def compare(first: str, second: str, config: StoreConfig | None = None, *, evalu
     """
     folders = _find_scores(first, config), _find_scores(second, config)
     names = _choose_evaluations(*folders, (first, second), evaluation)
-    sets = [
-        _read_scores(found[name], uri, name) for found, uri, name in zip(folders, (first, second), names, strict=True)
-    ]
+    sets = [_read_scores(own[name], uri, name) for own, uri, name in zip(folders, (first, second), names, strict=True)]
     a, b = sets
     cases = tuple(sorted(a.cases.keys() & b.cases.keys()))
     targets = tuple(target for target in a.targets if target in b.targets)
@@ -144,20 +142,20 @@ def _find_scores(uri: str, config: StoreConfig | None) -> dict[str, Run]:
 
 
 def _choose_evaluations(
-    first: Mapping[str, Run], second: Mapping[str, Run], given: Sequence[str], evaluation: str | None
+    first: Mapping[str, Run], second: Mapping[str, Run], run_uris: Sequence[str], evaluation: str | None
 ) -> tuple[str, str]:
     if evaluation is not None:
-        for found, uri in zip((first, second), given, strict=True):
-            if evaluation not in found and "" not in found:
-                raise RunError(f"no evaluation {evaluation!r}", uri=uri, fix=f"Choose from: {', '.join(found)}")
+        for folders, uri in zip((first, second), run_uris, strict=True):
+            if evaluation not in folders and "" not in folders:
+                raise RunError(f"no evaluation {evaluation!r}", uri=uri, fix=f"Choose from: {', '.join(folders)}")
     common = [name for name in first if name in second]
 
-    def choose(found: Mapping[str, Run]) -> str:
-        if "" in found:
+    def choose(folders: Mapping[str, Run]) -> str:
+        if "" in folders:
             return ""
         if evaluation is not None:
             return evaluation
-        candidates = common or list(found)
+        candidates = common or list(folders)
         return next((name for name in _PREFERRED if name in candidates), candidates[0])
 
     return choose(first), choose(second)

@@ -40,8 +40,8 @@ def write_comparison(comparison: Comparison, out: str, config: StoreConfig | Non
 def read_pictures(comparison: Comparison) -> Pictures:
     """Return the pictures of the cases that differ most, as far as the evaluations wrote them."""
     chosen = comparison.ranked_cases[:PICTURED_CASES]
-    found = [(case, _read_picture(comparison.first, case), _read_picture(comparison.second, case)) for case in chosen]
-    return [row for row in found if row[1] or row[2]]
+    rows = [(case, _read_picture(comparison.first, case), _read_picture(comparison.second, case)) for case in chosen]
+    return [row for row in rows if row[1] or row[2]]
 
 
 def _read_picture(scores: ScoreSet, case: str) -> bytes | None:

@@ -14,7 +14,7 @@ from tqdm import tqdm
 
 from voxlane import settings
 from voxlane import uri as uris
-from voxlane.errors import BadCasesError, ConfigError, LayoutError, RunError
+from voxlane.errors import BadCasesError, ConfigError, LayoutError, RunError, ScanError
 from voxlane.model import metrics
 from voxlane.settings import record
 from voxlane.store import StoreConfig
@@ -41,8 +41,8 @@ class ExternalConfig(EvaluateConfig):
     """The config of an evaluation with --images."""
 
     bad_cases: Literal["fail", "exclude"] = "fail"
-    """With --images: whether scans without a label, labels without a scan and files that cannot be used fail the
-    command or are only reported and left out."""
+    """Whether scans of --images without a label, labels without a scan and files that cannot be used fail the command,
+    or are only reported and left out."""
 
 
 @dataclass(frozen=True)
@@ -74,12 +74,12 @@ def find_external_set(
         source = discover(images, config, defaults=defaults)
         _check_labels(source.description, description, images)
         cases = tuple(case for case in source.cases if case.label is not None)
-        problems = [_lack(case.id, "missing-label", "no label") for case in source.cases if case.label is None]
+        problems = [_make_problem(case.id, "missing-label", "no label") for case in source.cases if case.label is None]
     else:
         pairing = pair_files(images, labels, config)
         cases = pairing.cases
-        problems = [_lack(case, "missing-label", "the scan has no label") for case in pairing.without_label]
-        problems += [_lack(case, "missing-image", "the label has no scan") for case in pairing.without_image]
+        problems = [_make_problem(case, "missing-label", "the scan has no label") for case in pairing.without_label]
+        problems += [_make_problem(case, "missing-image", "the label has no scan") for case in pairing.without_image]
     if not cases:
         raise LayoutError(
             f"no scan has a label\n{format_problems(problems)}\n",
@@ -122,33 +122,11 @@ def evaluate_external(
     trained = [TrainedRun.load(run) for run in runs]
     predictor = Predictor.load(runs, config.predict)
     files = ResultFiles(out, folder)
-    cases: list[dict[str, Any]] = []
-    problems = list(external.problems)
-    pending: deque[tuple[str, Future[dict[str, metrics.Scores]]]] = deque()
-    bar = tqdm(
-        total=len(external.cases), desc="evaluating", unit="case", disable=None if progress is None else not progress
-    )
-
-    def collect_next() -> None:
-        case, scores = pending.popleft()
-        cases.append({"case": case, "fold": None, **scores.result()})
-        files.keep_worst(cases)
-
-    with bar, ThreadPoolExecutor(2) as pool:
-        for loaded in _load_cases(external.cases, predictor.description, runs[0].config, config):
-            bar.update()
-            problems += loaded.problems
-            if loaded.scan is None or loaded.label is None:
-                continue
-            mask = _predict(predictor, loaded.scan, loaded.label, loaded.case, config, files)
-            task = mask, loaded.label, loaded.scan.geometry.spacing, predictor.description, config.surface_tolerance_mm
-            pending.append((loaded.case.id, pool.submit(metrics.score_case, *task)))
-            while len(pending) > _MAX_PENDING:
-                collect_next()
-        while pending:
-            collect_next()
-    cases.sort(key=lambda case: str(case["case"]))
-    known = {case for own in trained for case in own.training_cases}
+    cases, problems = _score_cases(predictor, external, runs[0].config, config, files, progress)
+    if not cases:
+        raise BadCasesError(f"no case could be scored\n{format_problems(problems)}", uri=external.images)
+    all_problems = [*external.problems, *problems]
+    training_cases = {case for own in trained for case in own.training_cases}
     targets = predictor.description.targets
     summary = {
         **metrics.summarise_cases([{t: c[t] for t in targets} for c in cases]),
@@ -159,14 +137,54 @@ def evaluate_external(
         "dataset_cases": len(external.cases),
         "images": external.images,
         "labels": external.labels,
-        "problems": [{"case": p.case, "severity": p.severity, "detail": p.detail} for p in problems],
-        "named_as_training_cases": [case.id for case in external.cases if case.id in known],
+        "problems": [{"case": p.case, "severity": p.severity, "detail": p.detail} for p in all_problems],
+        "named_as_training_cases": [case.id for case in external.cases if case.id in training_cases],
     }
     files.finish()
     out.write_json(f"{folder}/cases.json", replace_nan(cases))
     out.write_bytes(f"{folder}/cases.csv", format_csv(cases, predictor.description).encode())
     out.write_json(f"{folder}/summary.json", replace_nan(summary))
     return EvaluationResult(summary, cases, out.file_uri(folder))
+
+
+def _score_cases(
+    predictor: Predictor,
+    external: ExternalSet,
+    store: StoreConfig | None,
+    config: ExternalConfig,
+    files: ResultFiles,
+    progress: bool | None,
+) -> tuple[list[dict[str, Any]], list[CaseProblem]]:
+    """Predict all cases; return the scores, sorted by case, and the problems of the files."""
+    cases: list[dict[str, Any]] = []
+    problems: list[CaseProblem] = []
+    pending: deque[tuple[str, Future[dict[str, metrics.Scores]]]] = deque()
+    bar = tqdm(
+        total=len(external.cases), desc="evaluating", unit="case", disable=None if progress is None else not progress
+    )
+
+    def collect(max_pending: int) -> None:
+        while len(pending) > max_pending:
+            case, scores = pending.popleft()
+            cases.append({"case": case, "fold": None, **scores.result()})
+            files.keep_worst(cases)
+
+    with bar, ThreadPoolExecutor(2) as pool:
+        for loaded in _load_cases(external.cases, predictor.description, store, config):
+            problems += loaded.problems
+            if loaded.scan is not None and loaded.label is not None:
+                spacing = loaded.scan.geometry.spacing
+                try:
+                    mask = _predict(predictor, loaded.scan, loaded.label, loaded.case, config, files)
+                except ScanError as error:  # too large on the plan's grid
+                    problems.append(_make_problem(loaded.case.id, "memory", str(error)))
+                else:
+                    task = mask, loaded.label, spacing, predictor.description, config.surface_tolerance_mm
+                    pending.append((loaded.case.id, pool.submit(metrics.score_case, *task)))
+            collect(_MAX_PENDING)
+            bar.update()
+        collect(0)
+    return sorted(cases, key=lambda case: str(case["case"])), problems
 
 
 @dataclass(frozen=True)
@@ -189,7 +207,8 @@ def _load_cases(
                     load_case, case, description, store, timeout_s=config.predict.scan_timeout_s
                 )
             except (WorkerTimeoutError, WorkerCrashError, WorkerMemoryError) as error:
-                scan, label, problems = None, None, [_lack(case.id, "unreadable", f"reading was ended: {error}")]
+                scan = label = None
+                problems = [_make_problem(case.id, "unreadable", f"reading was ended: {error}")]
             yield _LoadedCase(case, scan, label, problems)
     finally:
         process.close()
@@ -211,7 +230,7 @@ def _predict(
     return mask
 
 
-def _lack(case: str, kind: Any, detail: str) -> CaseProblem:
+def _make_problem(case: str, kind: Any, detail: str) -> CaseProblem:
     return CaseProblem(case, kind, detail, fatal=True)
 
 

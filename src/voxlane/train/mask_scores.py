@@ -16,7 +16,7 @@ from tqdm import tqdm
 
 from voxlane import settings
 from voxlane import uri as uris
-from voxlane.errors import BucketNotFoundError, ConfigError, LayoutError, NotFoundError, ScanError
+from voxlane.errors import BadCasesError, BucketNotFoundError, LayoutError, NotFoundError, ScanError
 from voxlane.model import metrics
 from voxlane.settings import record
 from voxlane.store import StoreConfig
@@ -91,12 +91,15 @@ def score_masks(
         scored = list(bar)
     for own in scored:
         problems += own.problems
-    description = named or _describe_values([own.scores for own in scored])
+    description = named or _describe_numbers(sorted({int(name) for own in scored for name in own.scores}))
     cases = [
-        {"case": own.case, "fold": None, **{t: own.scores.get(t) or _absent() for t in description.targets}}
+        {"case": own.case, "fold": None, **_fill_targets(own.scores, description)}
         for own in scored
         if not any(problem.fatal for problem in own.problems)
     ]
+    if not cases or description is None:
+        text = "no case could be scored" if not cases else "no voxel is labelled in any mask or label"
+        raise BadCasesError(f"{text}\n{format_problems(problems)}".rstrip(), uri=str(uris.parse(predictions)))
     summary = {
         **metrics.summarise_cases([{t: case[t] for t in description.targets} for case in cases]),
         "space": "scan",
@@ -134,15 +137,10 @@ def _describe_classes(config: ScoreConfig) -> Description | None:
     return Description(name="masks", channels=("mask",), labels=labels, regions=config.regions)
 
 
-def _describe_values(scores: Sequence[Mapping[str, Any]]) -> Description:
-    """Return classes for the values that were scored, which are their names."""
-    values = sorted({int(name) for own in scores for name in own})
+def _describe_numbers(values: Sequence[int]) -> Description | None:
+    """Return classes that are named by their values, or None without values."""
     if not values:
-        raise ConfigError("masks and labels hold only background, or none could be compared", fix="Check the files")
-    return _describe_numbers(values)
-
-
-def _describe_numbers(values: Sequence[int]) -> Description:
+        return None
     return Description(
         name="masks", channels=("mask",), labels={"background": 0} | {str(value): value for value in values}
     )
@@ -175,19 +173,19 @@ def _score_case(
     if unknown:
         text = f"values {', '.join(map(str, sorted(unknown)))} are not in labels"
         return _Scored(case.id, {}, [_problem(case.id, "label-values", text)])
-    if named is None and not present:
-        return _Scored(case.id, {}, problems)
     spacing: Spacing = label_grid.spacing
     description = named or _describe_numbers(present)
+    if description is None:
+        return _Scored(case.id, {}, problems)
     return _Scored(
         case.id, metrics.score_case(mask, label, spacing, description, config.surface_tolerance_mm), problems
     )
 
 
-def _absent() -> metrics.Scores:
-    """Return the scores of a class that neither mask nor label has."""
-    scores = dict.fromkeys(metrics.AVERAGED_SCORES, math.nan)
-    return {**scores, "volume_true_ml": 0.0, "volume_predicted_ml": 0.0}
+def _fill_targets(scores: Mapping[str, metrics.Scores], description: Description | None) -> dict[str, metrics.Scores]:
+    """Return the scores of every target, also of those that neither mask nor label of this case has."""
+    absent = {**dict.fromkeys(metrics.AVERAGED_SCORES, math.nan), "volume_true_ml": 0.0, "volume_predicted_ml": 0.0}
+    return {} if description is None else {target: scores.get(target, absent) for target in description.targets}
 
 
 def _problem(case: str, kind: Any, detail: str) -> CaseProblem:

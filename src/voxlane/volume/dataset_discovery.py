@@ -90,7 +90,7 @@ def discover(
         draft, listed_etags = _parse_folder(root, config, layout)
         resolve = root.__add__
     _check_ids([case.id for case in draft.cases], root)
-    description = _merge_description({**(defaults or {}), **draft.description}, fields, root)
+    description = _merge_description(draft.description, fields, root, defaults)
     cases = [
         replace(
             case,
@@ -168,9 +168,11 @@ def _parse_row(row: Any, number: int, uri: str) -> tuple[tuple[str, ...], str | 
     return tuple(images), label or None, str(row.get("id") or ""), str(row.get("patient") or "")
 
 
-def _merge_description(layout_fields: Mapping[str, Any], overrides: Mapping[str, Any], root: str) -> Description:
+def _merge_description(
+    layout_fields: Mapping[str, Any], overrides: Mapping[str, Any], root: str, defaults: Mapping[str, Any] | None
+) -> Description:
     """Build the layout's description with the user's fields replacing its own."""
-    values = dict(layout_fields)
+    values = {**(defaults or {}), **layout_fields}
     if missing := [name for name in ("channels", "labels") if name not in {**values, **overrides}]:
         raise LayoutError(
             f"the source does not define {' and '.join(missing)}",

@@ -40,7 +40,8 @@ def load_split(
     """Read and check the split in the .json or .csv file at `uri`; see `parse_split`."""
     if not uri.lower().endswith(_SUFFIXES):
         raise ConfigError(
-            f"split: {uri!r} is no .json or .csv file", fix="Give one, such as nnU-Net's splits_final.json"
+            f"split: {uri!r} is no .json or .csv file",
+            fix="Give one, such as nnU-Net's splits_final.json; prepare also takes balanced and hash",
         )
     absolute = str(uris.parse(uri))
     return parse_split(read_document(absolute, config), absolute, patients, excluded=excluded, groups=groups)
@@ -94,9 +95,9 @@ def parse_split(
         field_name = f"fold {number}: " if len(entries) > 1 else ""
         lists = {}
         for key, names in entry.items():
-            known, skipped = _resolve_names(names, f"{field_name}{key}", uri, patients, excluded)
+            resolved, skipped = _resolve_names(names, f"{field_name}{key}", uri, patients, excluded)
             left_out |= skipped
-            lists[key] = known
+            lists[key] = resolved
         held_out_key = next(key for key in lists if key != "train")
         _check_sides(lists["train"], lists[held_out_key], field_name, uri, patients, groups or {})
         folds.append(Fold(tuple(sorted(lists["train"])), tuple(sorted(lists[held_out_key]))))
@@ -110,20 +111,23 @@ def _read_entries(document: Any, uri: str) -> list[dict[str, list[Any]]]:
     entries = [document] if isinstance(document, Mapping) else document
     if not isinstance(entries, list) or not entries:
         _fail("the split is not a list of folds", uri)
-    for number, entry in enumerate(entries):
-        keys = [key for key in _HELD_OUT_KEYS if key in entry] if isinstance(entry, Mapping) else []
-        if not keys or "train" not in entry:
-            _fail(f"fold {number} has no train and val", uri)
-        if len(keys) > 1:
-            raise ConfigError(
-                f"fold {number} has {keys[0]} and {keys[1]}, but a fold holds out one list",
-                uri=uri,
-                fix="Keep one of them; cases in neither list are not used",
-            )
-        for key in ("train", *keys):
-            if not isinstance(entry[key], list) or not all(isinstance(name, str) for name in entry[key]):
-                _fail(f"fold {number}: {key} is not a list of case names", uri)
-    return [{key: list(entry[key]) for key in ("train", *_HELD_OUT_KEYS) if key in entry} for entry in entries]
+    return [_read_entry(entry, number, uri) for number, entry in enumerate(entries)]
+
+
+def _read_entry(entry: Any, number: int, uri: str) -> dict[str, list[Any]]:
+    keys = [key for key in _HELD_OUT_KEYS if key in entry] if isinstance(entry, Mapping) else []
+    if not keys or "train" not in entry:
+        _fail(f"fold {number} has no train and val", uri)
+    if len(keys) > 1:
+        raise ConfigError(
+            f"fold {number} has {keys[0]} and {keys[1]}, but a fold holds out one list",
+            uri=uri,
+            fix="Keep one of them; cases in neither list are not used",
+        )
+    for key in ("train", *keys):
+        if not isinstance(entry[key], list) or not all(isinstance(name, str) for name in entry[key]):
+            _fail(f"fold {number}: {key} is not a list of case names", uri)
+    return {key: list(entry[key]) for key in ("train", *keys)}
 
 
 def _read_rows(rows: Sequence[Mapping[str, Any]], uri: str) -> list[dict[str, list[Any]]]:
@@ -167,11 +171,11 @@ def _resolve_names(
         )
     if repeated := [case for case, count in collections.Counter(ids).items() if count > 1]:
         raise ConfigError(f"{title} lists cases twice: {shorten_names(repeated)}", uri=uri, fix="List each case once")
-    known = [case for case in ids if case in patients]
-    if not known:
+    usable = [case for case in ids if case in patients]
+    if not usable:
         reason = "every case in it was excluded from the dataset" if ids else "the list is empty"
         raise ConfigError(f"{title}: {reason}", uri=uri, fix="Put at least one usable case on each side")
-    return known, set(ids).difference(known)
+    return usable, set(ids).difference(usable)
 
 
 def _check_sides(

@@ -25,6 +25,7 @@ from voxlane.train.patch_loader import PatchLoader
 from voxlane.train.ranks import LauncherEnvironment, RankInfo
 from voxlane.train.trainer import silence_lightning
 from voxlane.volume.prepared_dataset import Prepared
+from voxlane.volume.split_files import choose_split
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,7 +75,9 @@ def simulate(
     steps = warmup + point.steps
     samples = steps * point.batch * world_size
     run = replace(config, accelerator="cpu", steps_per_epoch=steps, batch=point.batch * world_size)
-    loader = fit.make_loader(run, prepared.plan, prepared, prepared.split(config.fold)[0], point.batch, rank_info)
+    cases = choose_split(prepared, config.split, store).select(config.fold, data)
+    training_rows = prepared.find_rows(cases.train)
+    loader = fit.make_loader(run, prepared.plan, prepared, training_rows, point.batch, rank_info)
     torch.manual_seed(config.seed)
     with torch.device("meta"):
         costs = simulated_step.count_multiplications(

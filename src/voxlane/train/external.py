@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -132,6 +133,7 @@ def evaluate_external(
         **metrics.summarise_cases([{t: c[t] for t in targets} for c in cases]),
         "space": config.space,
         "config": settings.to_plain(config),
+        "checkpoints": [dataclasses.asdict(checkpoint) for checkpoint in predictor.checkpoints],
         "runs": [run.folder_uri for run in runs],
         "folds": sorted({own.fold for own in trained if own.fold is not None}),
         "dataset_cases": len(external.cases),

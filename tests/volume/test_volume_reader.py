@@ -318,9 +318,7 @@ def test_newly_prepared_case_is_detected(shared_bucket: Bucket) -> None:
     reader = make_range_readers(shared_bucket).open(shared_bucket.key("cases/a.zarr"), metadata)
     reader.read("image", (0, 0, 40), (8, 8, 48))
     write_to_bucket(shared_bucket, make_case(1))
-    with pytest.raises(
-        PreparedError, match=r"image/c/0/0/0/0: the object is not the one that was prepared.*voxlane cp"
-    ):
+    with pytest.raises(PreparedError, match=r"image/c/0/0/0/0: .* not the one that was prepared.*voxlane cp"):
         reader.read("image", (30, 30, 60), (40, 40, 70))
 
 

@@ -7,20 +7,21 @@ import datetime
 import os
 import platform
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from typing import Any
 
 import torch
 
 from voxlane import __version__, redaction, settings
 from voxlane.dataset.cache import DiskCache
-from voxlane.errors import ConfigError, RunError
+from voxlane.errors import ConfigError, PermissionDeniedError, RunError
 from voxlane.model.networks import build as build_network
 from voxlane.model.networks import check_patch
 from voxlane.store import StoreConfig
 from voxlane.store.lease import Lease
 from voxlane.train.config import TrainConfig, build_config, merge_values, resolve_batch, resolve_network, split_batch
 from voxlane.train.run import Run, TrainedRun
+from voxlane.volume.dataset_objects import check_complete
 from voxlane.volume.grid import MLPERF_RECIPE
 from voxlane.volume.prepared_dataset import Prepared
 
@@ -59,6 +60,8 @@ def prepare_run(
     default it is held only meanwhile.
     """
     prepared = data if isinstance(data, Prepared) else Prepared.load(data, store)
+    with suppress(PermissionDeniedError):  # credentials may allow reading, and not listing
+        check_complete(prepared)
     values = config_values or {}
     run = Run(run_uri, store)
     config = _resume_config(run, prepared, values) if resume else build_config(values)

@@ -77,8 +77,9 @@ def copy_objects(
     progress: called on this thread with the bytes present at the target and the total, about ten times a second.
     """
     source_store, target_store = Store(source, config), Store(target, target_config or config)
-    known = checksums or {}
-    transfers = [item for item in _plan(source_store, source, target_store, target, known) if not skip(item.name)]
+    transfers = [
+        item for item in _plan(source_store, source, target_store, target, checksums or {}) if not skip(item.name)
+    ]
     if not transfers:
         raise EmptyError("there are no objects to copy", uri=source, fix="Check its spelling")
     existing = _list_existing(target_store, transfers, uris.parse(target).key)
@@ -118,10 +119,7 @@ def _plan(
 ) -> list[Transfer]:
     """List the source and name each object's key at the target."""
     source_key, target_key = uris.parse(source).key, uris.parse(target).key
-    prefix = source_key.rstrip("/") + "/" if source_key.strip("/") else ""
-    root = target_key.rstrip("/") + "/" if target_key.strip("/") else ""
-    same_bucket = source_store.root == target_store.root and source_store.endpoint == target_store.endpoint
-    inside = ConfigError("SRC and DST must not lie in one another", uri=target, fix="Choose another DST")
+    prefix, root = _as_prefix(source_key), _as_prefix(target_key)
     transfers = []
     for info in source_store.list_folder(prefix):
         name = info.key.removeprefix(prefix)
@@ -130,28 +128,36 @@ def _plan(
                 f"the key {name!r} cannot be the path of a file", uri=source, fix="Copy it to a bucket instead"
             )
         transfers.append(Transfer(name, info, root + name, checksums.get(name)))
-    if transfers and same_bucket and (root.startswith(prefix) or prefix.startswith(root)):
-        raise inside
-    if transfers or not source_key or source_key.endswith("/"):
-        return transfers
-    single = source_store.find(source_key)
-    if single is None:
-        return []
-    is_folder = target_store.scheme == "file" and os.path.isdir(f"/{target_key}")
-    key = target_key
+    contains = root.startswith(prefix) or prefix.startswith(root)
+    if not transfers and source_key and not source_key.endswith("/"):
+        single = source_store.find(source_key)
+        key = _name_single(target_store, target_key, source_key.rpartition("/")[2])
+        transfers = [] if single is None else [Transfer("", single, key, None)]
+        contains = key == source_key
+    is_same_bucket = source_store.root == target_store.root and source_store.endpoint == target_store.endpoint
+    if transfers and is_same_bucket and contains:
+        raise ConfigError("SRC and DST must not lie in one another", uri=target, fix="Choose another DST")
+    return transfers
+
+
+def _name_single(store: Store, target_key: str, name: str) -> str:
+    """Return the key of a single object at the target, which may be a folder to put it into."""
+    is_folder = store.scheme == "file" and os.path.isdir(f"/{target_key}")
     if is_folder or not target_key or target_key.endswith("/"):
-        key = root + source_key.rpartition("/")[2]
-    if same_bucket and key == source_key:
-        raise inside
-    return [Transfer("", single, key, None)]
+        return _as_prefix(target_key) + name
+    return target_key
+
+
+def _as_prefix(key: str) -> str:
+    return key.rstrip("/") + "/" if key.strip("/") else ""
 
 
 def _list_existing(store: Store, transfers: Sequence[Transfer], target_key: str) -> dict[str, ObjectInfo]:
     """Return the objects that the target has, by key."""
     if len(transfers) == 1:
-        found = store.find(transfers[0].target)
-        return {} if found is None else {found.key: found}
-    return {info.key: info for info in store.list_folder(target_key.rstrip("/") + "/" if target_key else "")}
+        single = store.find(transfers[0].target)
+        return {} if single is None else {single.key: single}
+    return {info.key: info for info in store.list_folder(_as_prefix(target_key))}
 
 
 def _may_be_copied(source: ObjectInfo, target: ObjectInfo) -> bool:

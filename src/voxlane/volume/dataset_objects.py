@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import as_completed
 from dataclasses import dataclass, replace
-from typing import Any
 
 from voxlane import uri as uris
 from voxlane.errors import NotFoundError, PreparedError
-from voxlane.store import Store, StoreConfig
+from voxlane.store import ObjectInfo, Store, StoreConfig
 from voxlane.store.listing import list_objects
 from voxlane.store.staging.sources import RECORDS, strip_quotes
 from voxlane.store.transfer import TransferReport, copy_objects, hash_object
@@ -33,7 +32,7 @@ class DatasetContents:
     objects: int
     """Objects that the index names."""
     total_bytes: int
-    """Their size in bytes."""
+    """Size of these objects in bytes."""
     missing: list[str]
     wrong_size: list[str]
     wrong_content: list[str]
@@ -82,24 +81,24 @@ def compare_contents(
     has_documents = any(key.endswith("/zarr.json") for key in stored)
     lists = OBJECT_LISTS if has_documents else OBJECT_LISTS[:1]
     expected = {item.key: item for item in (*prepared.index, *prepared.objects(lists))}
-    missing = [key for key in expected if key not in stored]
-    wrong_size = [key for key, item in expected.items() if key in stored and stored[key].size != item.size]
-    remaining = [item for key, item in expected.items() if key in stored and stored[key].size == item.size]
-    wrong_content = [
-        item.key
-        for item in remaining
-        if item.required_etag and strip_quotes(stored[item.key].etag) != strip_quotes(item.required_etag)
-    ]
+    present = [item for key, item in expected.items() if key in stored]
+    same_size = [item for item in present if item.size == stored[item.key].size]
+    wrong_content = {item.key for item in same_size if not _has_required_etag(item, stored[item.key])}
     if read:
-        wrong_content += _find_wrong_contents(store, remaining, stored, progress)
+        wrong_content |= _find_wrong_contents(store, same_size, stored, progress)
     return DatasetContents(
         objects=len(expected),
         total_bytes=sum(item.size for item in expected.values()),
-        missing=sorted(missing),
-        wrong_size=sorted(wrong_size),
-        wrong_content=sorted(set(wrong_content)),
-        extra=sorted(key for key in stored if key not in expected and _is_data(key, prepared)),
+        missing=sorted(expected.keys() - stored.keys()),
+        wrong_size=sorted({item.key for item in present} - {item.key for item in same_size}),
+        wrong_content=sorted(wrong_content),
+        extra=sorted(key for key in stored.keys() - expected.keys() if _is_data(key, prepared)),
     )
+
+
+def _has_required_etag(item: StoredObject, stored: ObjectInfo) -> bool:
+    """Return whether an object is the required version; those with checksums may have any."""
+    return item.required_etag is None or strip_quotes(item.required_etag) == strip_quotes(stored.etag)
 
 
 def load_if_prepared(uri: str, config: StoreConfig | None = None) -> Prepared | None:
@@ -126,14 +125,14 @@ def _is_data(key: str, prepared: Prepared) -> bool:
 def _find_wrong_contents(
     store: Store,
     items: Sequence[StoredObject],
-    stored: dict[str, Any],
+    stored: Mapping[str, ObjectInfo],
     progress: Callable[[int, int], None] | None,
-) -> list[str]:
+) -> set[str]:
     """Read objects completely, many at once, and return the keys of those whose content is not the expected one."""
-    known = [item for item in items if item.checksum is not None]
-    total, done, wrong = sum(item.size for item in known), 0, []
+    checksummed = [item for item in items if item.checksum is not None]
+    total, done, wrong = sum(item.size for item in checksummed), 0, set[str]()
     pending = {}
-    for item in known:
+    for item in checksummed:
         submit = store.submit if item.size <= _SMALL_BYTES else store.submit_part  # limits the memory for their parts
         pending[submit(hash_object, store, stored[item.key])] = item
     try:
@@ -143,7 +142,7 @@ def _find_wrong_contents(
                 is_wrong = future.result() != item.checksum
             except NotFoundError:  # deleted since it was listed
                 is_wrong = True
-            wrong += [item.key] if is_wrong else []
+            wrong |= {item.key} if is_wrong else set()
             done += item.size
             if progress is not None:
                 progress(done, total)

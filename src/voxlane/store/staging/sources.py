@@ -76,9 +76,9 @@ class SourceListing:
         """Build a listing from (name, size, etag) tuples, and the checksums by name of those that have a known
         content."""
         rows = [row for row in objects if row[0].partition("/")[0] != RECORDS]
-        paths, known = file_paths(name for name, _, _ in rows), checksums or {}
+        paths, contents = file_paths(name for name, _, _ in rows), checksums or {}
         items = [
-            SourceObject(name, size, strip_quotes(etag), path=paths.get(name), checksum=known.get(name))
+            SourceObject(name, size, strip_quotes(etag), path=paths.get(name), checksum=contents.get(name))
             for name, size, etag in rows
         ]
         return cls(normalize_source(source), tuple(sorted(items, key=lambda item: item.name)))

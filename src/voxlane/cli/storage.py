@@ -127,7 +127,9 @@ class CpCommand(StoreFileOptions, ProgressOptions):
         config = self.store_config()
         target_config = config
         if self.dst_config is not None:
-            target_config = dataclasses.replace(self, config=self.dst_config, endpoint=None).store_config()
+            target_config = dataclasses.replace(
+                self, config=self.dst_config, endpoint=None, anonymous=False
+            ).store_config()
         began = time.monotonic()
         is_hidden = True if self.no_progress else None
         with tqdm(unit="B", unit_scale=True, unit_divisor=1024, leave=False, delay=1e-3, disable=is_hidden) as bar:

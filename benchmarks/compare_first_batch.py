@@ -165,7 +165,7 @@ def fill_prepared(emulator: Emulator, store: Store, volumes: int, shape: Sequenc
         cases[number] = PreparedCase(
             case.id, case.patient, case.fold, case.source, {**case.volume, "objects": written["objects"]}
         )
-        for name, _, _ in written["objects"]:
+        for name, *_ in written["objects"]:
             model = f"{PREPARED}model.zarr/{name}"
             emulator.fill(BUCKET, 1, key=PREPARED + "cases/case_{:06d}.zarr/" + name, first=number, like=model)
     publish_dataset(
@@ -201,8 +201,8 @@ def _case(number: int, written: dict[str, Any], shape: Sequence[int]) -> Prepare
     volume = {
         **written,
         "objects": [
-            [n, int(size * chance.uniform(0.5, 1)), f"{chance.getrandbits(128):032x}"]
-            for n, size, _ in written["objects"]
+            [n, int(size * chance.uniform(0.5, 1)), f"{chance.getrandbits(128):032x}", chance.getrandbits(32), None]
+            for n, size, *_ in written["objects"]
         ],
         "case": name,
         "grid": asdict(grid),

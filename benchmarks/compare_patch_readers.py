@@ -124,7 +124,7 @@ def main() -> None:
         "volume": "a real CT, repeated" if arguments.ct else "synthetic",
         "label": "a real label, repeated" if arguments.label else "synthetic",
         "own_bytes": int(np.mean(own_bytes)),
-        "object_bytes": {name: size for name, size, _ in metadata["disk"][0]["objects"]},
+        "object_bytes": {name: size for name, size, *_ in metadata["disk"][0]["objects"]},
     }
     document = {**facts, "settings": settings, "summary": summary(samples), "sweep": sweep, "samples": samples}
     isolated_runs.save(arguments.out, document)
@@ -267,7 +267,7 @@ def _layout(
         "chunk": side,
         "codec": f"{cname} {level}, {shuffle}",
         "metadata": metadata,
-        "object_bytes": {key: size for key, size, _ in metadata["objects"]},
+        "object_bytes": {key: size for key, size, *_ in metadata["objects"]},
         **_codec_speed(image, side, ChunkCodec(codecs, "int16")),
         "by_plan": _by_plan(metas["image"], sizes, [corner for _, corner in corners[WARM_UP:]], own_bytes),
         "samples": [],

@@ -323,7 +323,7 @@ def test_only_chunks_of_the_patch_are_read(large_dataset: Prepared, emulator: Em
     volume = Cases(large_dataset).open(0)
     full_image, full_label = volume.read_whole()
     case = large_dataset.case(0).volume
-    stored = sum(size for _, size, _ in case["objects"])
+    stored = sum(size for _, size, *_ in case["objects"])
     chunk = case["image"]["chunk"][1:]
     assert chunk == [32, 32, 32]
     for start, patch, chunks_touched in (((0, 0, 0), (32, 32, 32), 1), ((33, 17, 50), (16, 16, 16), 4)):
@@ -400,12 +400,12 @@ def test_missing_or_changed_volume_error_gives_advice(tiny_folder: Path, tmp_pat
     drain(dataset)
     for changed in (body[:-10], bytes(len(body))):
         image.write_bytes(changed)
-        with pytest.raises(PreparedError, match=r"case_00002\.zarr/image.*changed after .*Run `voxlane prepare` again"):
+        with pytest.raises(PreparedError, match=r"case_00002\.zarr/image.*(shorter|not the one).*run voxlane prepare"):
             drain(dataset)
     shutil.rmtree(copy / "cases" / "case_00002.zarr")
-    with pytest.raises(PreparedError, match=r"case_00002\.zarr.*missing.*Run `voxlane prepare` again"):
+    with pytest.raises(PreparedError, match=r"case_00002\.zarr.*missing.*run voxlane prepare again"):
         drain(dataset)
-    with pytest.raises(PreparedError, match=r"case_00002\.zarr.*missing.*Run `voxlane prepare` again"):
+    with pytest.raises(PreparedError, match=r"case_00002\.zarr.*missing.*run voxlane prepare again"):
         drain(dataset, num_workers=1, multiprocessing_context="fork")
     repaired = sample_data.prepare_dataset(str(tiny_folder.parent / "scans"), str(copy))
     assert (repaired.cases_checked, repaired.cases_written) == (0, 1)
@@ -428,7 +428,7 @@ def test_newly_prepared_dataset_in_a_bucket_is_detected(gcs: Bucket, tmp_path: P
         "scans/",
     )
     new = sample_data.prepare_dataset(src, f"{gcs.uri}/data", gcs.config).prepared
-    with pytest.raises(PreparedError, match=r"gs://bkt/data/cases/case_0000\d\.zarr/.*changed after"):
+    with pytest.raises(PreparedError, match=r"gs://bkt/data/cases/case_0000\d\.zarr/.*(shorter than|not the one)"):
         drain(old)
     drain(new)
 

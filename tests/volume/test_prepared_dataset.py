@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import hashlib
+import io
 import json
 import pickle
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.conftest import Bucket
 from tests.volume import sample_data
+from voxlane import settings
 from voxlane.errors import BucketNotFoundError, ConfigError, PreparedError
+from voxlane.volume.dataset_index import StoredObject
 from voxlane.volume.prepared_dataset import HEADER, Prepared, PreparedCase, as_prefix, publish_dataset
 from voxlane.volume.splits import fold_for_patient
 
@@ -82,15 +88,56 @@ def test_missing_bucket_is_not_reported_as_missing_dataset(gcs: Bucket) -> None:
 def test_damaged_header(folder: Bucket, body: bytes) -> None:
     folder.store.put(folder.key(f"data/{HEADER}"), body)
     with pytest.raises(
-        PreparedError, match=r"data/prepared.json: the dataset's header is damaged. Run voxlane prepare again"
+        PreparedError, match=r"data/prepared.json: the dataset's header is damaged. Copy the dataset again"
     ):
         Prepared.load(f"{folder.uri}/data", folder.config)
 
 
-def test_header_of_another_version(folder: Bucket) -> None:
-    folder.store.put(folder.key(f"data/{HEADER}"), b'{"version": 2}')
-    with pytest.raises(PreparedError, match=r"format 2, this version reads 1"):
+def test_header_of_a_newer_version(folder: Bucket) -> None:
+    folder.store.put(folder.key(f"data/{HEADER}"), b'{"version": 3}')
+    with pytest.raises(PreparedError, match=r"newer version of voxlane \(format 3, .* up to 2\). Update voxlane"):
         Prepared.load(f"{folder.uri}/data", folder.config)
+
+
+def test_any_change_of_the_header_is_noticed(folder: Bucket, tiny: Prepared) -> None:
+    uri, key = publish_patients(folder, tiny, ["a"]), folder.key(f"data/{HEADER}")
+    header = bytes(folder.store.get(key))
+    folder.store.put(key, header.replace(b'"folds": 5', b'"folds": 4'))
+    with pytest.raises(PreparedError, match="header is damaged"):
+        Prepared.load(uri, folder.config)
+
+
+def test_digest_depends_on_the_content_alone(folder: Bucket, gcs: Bucket, tiny: Prepared) -> None:
+    def digest_of(bucket: Bucket, size: int, checksum: str, source: str) -> str:
+        rows = [["image/c/0", size, checksum, 7, f"etag in {bucket.kind}"]]
+        cases = [PreparedCase(name, name, 0, {"images": [source]}, {"objects": rows}) for name in "ba"]
+        fields = {name: getattr(tiny, name) for name in ("description", "plan", "fingerprint")}
+        publish_dataset(bucket.store, bucket.key("d/"), folds=2, cases=cases, source={"uri": source}, **fields)
+        return Prepared.load(f"{bucket.uri}/d", bucket.config).digest
+
+    first = digest_of(folder, 10, "c", "/scans")
+    assert len(bytes.fromhex(first)) == 32
+    assert digest_of(gcs, 10, "c", "gs://scans") == first
+    assert digest_of(gcs, 10, "d", "gs://scans") != first
+    assert digest_of(gcs, 11, "c", "gs://scans") != first
+
+
+def test_dataset_of_format_1(folder: Bucket, tiny: Prepared) -> None:
+    table = pa.table({"id": ["a"], "patient": ["a"], "fold": [0], "source": ["{}"]})
+    volume = json.dumps({"objects": [["image/c/0", 10, "an etag"]]})
+    buffer = io.BytesIO()
+    pq.write_table(table.append_column("volume", [[volume]]), buffer)
+    name = f"cases-{hashlib.sha256(buffer.getvalue()).hexdigest()[:16]}.parquet"
+    header = {"version": 1, "digest": "0123", "folds": 5, "cases": name, "fingerprint": {}, "source": {}}
+    header |= {"plan": settings.to_plain(tiny.plan), "description": settings.to_plain(tiny.description)}
+    folder.store.put(folder.key(f"data/{name}"), buffer.getvalue())
+    folder.store.put(folder.key(f"data/{HEADER}"), json.dumps(header).encode())
+    dataset = Prepared.load(f"{folder.uri}/data", folder.config)
+    assert (dataset.format, dataset.digest) == (1, "0123")
+    (stored,) = dataset.objects()
+    assert stored == StoredObject("cases/a.zarr/image/c/0", 10, None, None, "an etag")
+    assert (stored.required_etag, stored.version) == ("an etag", "an etag")
+    assert dataset.case(0).volume["objects"] == [["image/c/0", 10, None, None, "an etag"]]
 
 
 def test_missing_or_damaged_table_of_cases(folder: Bucket, tiny: Prepared) -> None:
@@ -102,7 +149,7 @@ def test_missing_or_damaged_table_of_cases(folder: Bucket, tiny: Prepared) -> No
     with pytest.raises(PreparedError, match="table of cases is damaged"):
         Prepared.load(uri, folder.config)
     folder.store.delete(key)
-    with pytest.raises(PreparedError, match=r"table of cases is missing\. Run voxlane prepare again"):
+    with pytest.raises(PreparedError, match=r"table of cases is missing\. Copy the dataset again"):
         Prepared.load(uri, folder.config)
 
 

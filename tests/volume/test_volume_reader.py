@@ -134,7 +134,11 @@ def test_arrays_written_by_zarr_python_are_read(folder: Bucket) -> None:
     sharding = json.loads(Path(f"{path}/zarr.json").read_text())["codecs"][0]["configuration"]
     location = sharding["index_location"]
     meta = ArrayMeta(SHAPE, "int16", (2, 10, 10, 10), tuple(sharding["codecs"]), (2, 20, 30, 90), location)
-    objects = [[f"other/{p.relative_to(path)}", p.stat().st_size, None] for p in Path(path).rglob("*") if p.is_file()]
+    objects = [
+        [f"other/{p.relative_to(path)}", p.stat().st_size, None, None, None]
+        for p in Path(path).rglob("*")
+        if p.is_file()
+    ]
     metadata = {"other": meta.to_metadata(), "objects": objects}
     reader = make_range_readers(folder).open(folder.key(""), metadata)
     np.testing.assert_array_equal(reader.read("other"), image)
@@ -314,7 +318,7 @@ def test_newly_prepared_case_is_detected(shared_bucket: Bucket) -> None:
     reader = make_range_readers(shared_bucket).open(shared_bucket.key("cases/a.zarr"), metadata)
     reader.read("image", (0, 0, 40), (8, 8, 48))
     write_to_bucket(shared_bucket, make_case(1))
-    with pytest.raises(PreparedError, match=r"image/c/0/0/0/0: the object changed .*voxlane prepare"):
+    with pytest.raises(PreparedError, match=r"image/c/0/0/0/0: .* not the one that was prepared.*voxlane cp"):
         reader.read("image", (30, 30, 60), (40, 40, 70))
 
 
@@ -335,7 +339,7 @@ def test_errors_name_damaged_data(folder: Bucket, whole_bytes: int) -> None:
     body = bytearray(path.read_bytes())
     body[-1000] ^= 1
     path.write_bytes(body)
-    unversioned = {**metadata, "objects": [[name, size, None] for name, size, _ in metadata["objects"]]}
+    unversioned = {**metadata, "objects": [[name, size, None, None, None] for name, size, *_ in metadata["objects"]]}
     reader = VolumeCache(folder.store, whole_bytes=whole_bytes).open(folder.key("cases/a.zarr"), unversioned)
     with pytest.raises(PreparedError, match=r"c/0/0/0/0: chunk \d+ \(bytes \d+ to \d+\) is damaged: its checksum"):
         reader.read("image")

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 COMMANDS: dict[str, tuple[str, str]] = {
     "prepare": ("segmentation", "Check scans and write them as a dataset to train on"),
-    "check": ("segmentation", "Check scans and labels without preparing them"),
+    "check": ("segmentation", "Check scans without preparing them, or a prepared dataset"),
     "train": ("segmentation", "Train a segmentation network on a prepared dataset"),
     "evaluate": ("segmentation", "Score a run on the cases it did not train on"),
     "score": ("scores", "Score masks from any tool against labels"),
@@ -75,6 +75,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "bench simulate": ("bench", "Simulate loading on up to thousands of nodes"),
     "bench step": ("bench", "Time one training step on this device, in several variants"),
     "ls": ("storage", "List the objects under a URI, or save them as a manifest"),
+    "cp": ("storage", "Copy a prepared dataset, or any objects, between disks and buckets"),
     "clean": ("storage", "Remove temporary objects that killed runs left in a GCS bucket"),
     "completion": ("completion", "Print a script that completes commands in your shell"),
     "emulator": ("storage", "Serve a local, in-memory GCS and S3 (needs voxlane[testing])"),

@@ -25,6 +25,7 @@ from voxlane.errors import (
     ConfigError,
     CredentialsError,
     PermissionDeniedError,
+    PreparedError,
     ScanError,
     UsageError,
     VoxlaneError,
@@ -33,6 +34,7 @@ from voxlane.settings import ARGUMENT, OVERRIDES, Flag, PathOrUri, build, read_f
 from voxlane.sizes import format_bytes, format_plural
 
 if TYPE_CHECKING:
+    from voxlane.volume.prepared_dataset import Prepared
     from voxlane.volume.splits import Split
 
 _Record = TypeVar("_Record")
@@ -119,29 +121,76 @@ class PrepareCommand(FieldsFileOptions, ConfiguredOptions):
 
 @record
 class CheckCommand(FieldsFileOptions, ConfiguredOptions):
-    """Check scans and labels without preparing them.
+    """Check scans without preparing them, or a prepared dataset.
 
     Read every case under SRC and report errors, which make a case unusable, and warnings, which deserve a look: damaged
     and missing files, incomplete DICOM series, impossible or contradictory geometry, useless intensities, labels that
     do not fit, scans that occur twice, and cases that differ from the rest. Each case is read in a process with limits
     of memory and time. The exit status is 1 if there is an error. `voxlane prepare` makes the same checks.
 
+    If SRC is a prepared dataset, or a copy of one, its objects are listed and compared with its index: missing, extra
+    and wrong-sized ones are named. With --bytes every object is also read and compared with its checksum.
+
     Examples:
       voxlane check gs://scans/kits19
       voxlane check Task04_Hippocampus -o checked          writes checked/check.json and checked/check.html
       voxlane check gs://scans/kits19 --json case_timeout_s=60 case_memory_gb=4
+      voxlane check gs://work/kits19                       whether a prepared dataset is complete
     """
 
     config_class: ClassVar[str] = "voxlane.volume.dataset_check:CheckConfig"
 
     src: Annotated[PathOrUri, ARGUMENT]
-    """URI or folder of the scans, or a .json or .csv list."""
+    """URI or folder of the scans, a .json or .csv list, or a prepared dataset."""
     out: Annotated[PathOrUri | None, Flag("-o")] = None
     """URI or folder for check.json and check.html."""
     json: bool = False
     """Print the report as JSON instead of a table."""
+    bytes: bool = False
+    """Read every byte of a prepared dataset and compare with the checksums of its index."""
 
     def _run(self) -> None:
+        from voxlane.volume.dataset_objects import load_if_prepared
+
+        config = self.load(self.overrides)[1]
+        prepared = None if self.src.endswith((".json", ".csv")) else load_if_prepared(self.src, config)
+        if prepared is not None:
+            self._check_prepared(prepared)
+        elif self.bytes:
+            raise ConfigError("--bytes is for prepared datasets, which have checksums", uri=self.src)
+        else:
+            self._check_scans()
+
+    def _check_prepared(self, prepared: Prepared) -> None:
+        from tqdm import tqdm
+
+        from voxlane.volume.dataset_objects import compare_contents
+        from voxlane.volume.prepared_dataset import COPY_AGAIN
+
+        if self.out is not None or self.overrides:
+            name = "--out" if self.out is not None else self.overrides[0]
+            raise ConfigError(f"{name} is for scans, and this is a prepared dataset", uri=self.src, fix="Leave it out")
+        is_hidden = self.no_progress or None
+        with tqdm(unit="B", unit_scale=True, unit_divisor=1024, leave=False, delay=1e-3, disable=is_hidden) as bar:
+
+            def show(done: int, total: int) -> None:
+                bar.total = total
+                bar.update(done - bar.n)
+
+            contents = compare_contents(prepared, read=self.bytes, progress=show)
+        facts = {"name": prepared.description.name, "cases": len(prepared), "digest": prepared.digest}
+        if self.json:
+            print(json.dumps({**facts, **dataclasses.asdict(contents), "bytes_compared": self.bytes}, indent=1))
+        else:
+            if text := contents.format():
+                print(text)
+            size = f"{contents.objects:,} objects, {format_bytes(contents.total_bytes)}"
+            state = "INCOMPLETE" if contents.problem else "every byte compared" if self.bytes else "all sizes agree"
+            print(f"{facts['name']}: {len(prepared)} cases, {size}: {state}; digest {prepared.digest}")
+        if contents.problem:
+            raise PreparedError(f"the dataset is incomplete: {contents.problem}", uri=prepared.uri, fix=COPY_AGAIN)
+
+    def _check_scans(self) -> None:
         from voxlane.train.dataset_report import write_check_report
         from voxlane.volume.case_checks import format_problems
         from voxlane.volume.dataset_check import CheckConfig, check

@@ -39,8 +39,9 @@ class StageCommand(StoreFileOptions, StageNodesOptions):
     Copy the objects below SOURCE to FOLDER/datasets/NAME, in parallel and with checksums. Objects that are already
     there are not copied again unless they changed. Objects that two sources share are stored once.
 
-    For a prepared dataset, only the objects that training reads are copied. Training with loader.staged=FOLDER reads
-    them from there, and everything else from SOURCE.
+    For a prepared dataset, only its index and the objects that training reads are copied. Training with
+    loader.staged=FOLDER reads them from there, and everything else from SOURCE. FOLDER/datasets/NAME is also a dataset
+    of its own, which commands take as DATA without SOURCE.
 
     Examples:
       voxlane stage gs://work/kits19 /scratch/voxlane
@@ -132,6 +133,8 @@ class StageCommand(StoreFileOptions, StageNodesOptions):
         objects = f"{report.objects} object{'s' * (report.objects != 1)}, {format_bytes(report.total_bytes)}"
         location = folder if is_prepared else report.folder  # as loader.staged takes it, or where the objects are
         print(f"{_hostname()}: {objects} in {location}; {', '.join(changes) or 'all were there'}")
+        if is_prepared:
+            print(f"{_hostname()}: a dataset of its own: {report.folder}")
 
 
 def _hostname() -> str:

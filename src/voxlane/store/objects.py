@@ -7,6 +7,14 @@ from datetime import datetime
 
 from voxlane.errors import ChangedError
 
+_PUBLISHED_LAST = frozenset({"prepared.json", ".metadata"})
+"""Names of the objects that declare a prepared dataset or a checkpoint complete."""
+
+
+def is_published_last(key: str) -> bool:
+    """Return whether an object declares others complete, so that a copy must write it after them."""
+    return key.rpartition("/")[2] in _PUBLISHED_LAST
+
 
 @dataclass(frozen=True)
 class ObjectInfo:

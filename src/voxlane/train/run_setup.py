@@ -7,14 +7,14 @@ import datetime
 import os
 import platform
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from typing import Any
 
 import torch
 
 from voxlane import __version__, redaction, settings
 from voxlane.dataset.cache import DiskCache
-from voxlane.errors import ConfigError
+from voxlane.errors import ConfigError, PermissionDeniedError
 from voxlane.model.networks import build as build_network
 from voxlane.model.networks import check_patch
 from voxlane.store import StoreConfig
@@ -24,6 +24,7 @@ from voxlane.train.dataset_location import check_dataset, describe_location
 from voxlane.train.initial_weights import plan_start
 from voxlane.train.run import Run, TrainedRun, covers_config
 from voxlane.train.weight_transfer import format_transfer
+from voxlane.volume.dataset_objects import check_complete
 from voxlane.volume.grid import MLPERF_RECIPE
 from voxlane.volume.prepared_dataset import Prepared
 from voxlane.volume.split_files import choose_split
@@ -65,6 +66,8 @@ def prepare_run(
     default it is held only meanwhile. `print_line`: receives the lines about the weights that the run starts from.
     """
     prepared = data if isinstance(data, Prepared) else Prepared.load(data, store)
+    with suppress(PermissionDeniedError):  # credentials may allow reading, and not listing
+        check_complete(prepared)
     values = settings.make_paths_absolute(TrainConfig, config_values or {})
     run = Run(run_uri, store)
     config = _resume_config(run, prepared, values) if resume else build_config(values)

@@ -5,13 +5,15 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from voxlane.errors import ConfigError
-from voxlane.store import ObjectInfo, Store
+from voxlane.store import Store
+from voxlane.store.content import checksum_content
 from voxlane.volume import zarr_array
 from voxlane.volume.codec import ChunkCodec, checksum, image_codecs, label_codecs
 from voxlane.volume.zarr_array import ArrayMeta, Shape
@@ -35,8 +37,9 @@ def write_case(
     """Write a case below `key_prefix` (such as `cases/a.zarr`) and return its metadata.
 
     With this metadata a `VolumeReader` needs no further request to locate the arrays. It is JSON-compatible:
-    `{"image": {...}, "label": {...}, "foreground": {...}, "objects": [[name, bytes, etag], ...]}`, with names below
-    `key_prefix` and without "label" if there is none.
+    `{"image": {...}, "label": {...}, "foreground": {...}, "objects": [...], "documents": [...]}`, without "label" if
+    there is none. `objects` and `documents` (the zarr.json files) hold the fields of `StoredObject`, with names below
+    `key_prefix`.
 
     image: (C, Z, Y, X).
     label: (Z, Y, X).
@@ -71,26 +74,33 @@ def write_arrays(
     attributes: Mapping[str, Any],
 ) -> dict[str, Any]:
     """Write arrays as one group, each encoded as its entry in `metas` says; return what `write_case` returns."""
-    stored_objects: list[ObjectInfo] = []
-    uploads = []
+    objects: list[list[Any]] = []
+    uploads: list[Future[list[Any]]] = []
+
+    def put(name: str, body: bytes, index_checksum: int | None = None) -> list[Any]:
+        etag = store.put(f"{key_prefix}/{name}", body).etag
+        return [name, len(body), checksum_content(body), index_checksum, etag]
+
     for name, meta in metas.items():
         codec = ChunkCodec(meta.codecs, meta.dtype)
         for position in meta.objects():
-            body = _encode_object(arrays[name], meta, codec, position)
-            uploads.append(store.submit(store.put, f"{key_prefix}/{name}/{zarr_array.object_name(position)}", body))
+            body, index_checksum = _encode_object(arrays[name], meta, codec, position)
+            uploads.append(store.submit(put, f"{name}/{zarr_array.object_name(position)}", body, index_checksum))
             if len(uploads) > 1:
-                stored_objects.append(uploads.pop(0).result())
-    documents = {name: meta.to_zarr() for name, meta in metas.items()}
-    for name, document in documents.items():
-        uploads.append(store.submit(store.put, f"{key_prefix}/{name}/zarr.json", _json(document)))
-    stored_objects += [future.result() for future in uploads]
+                objects.append(uploads.pop(0).result())
+    objects += [future.result() for future in uploads]
+    descriptions = {name: meta.to_zarr() for name, meta in metas.items()}
+    uploads = [store.submit(put, f"{name}/zarr.json", _json(value)) for name, value in descriptions.items()]
+    documents = [future.result() for future in uploads]
     # The group repeats its arrays' metadata, which saves readers a request per array (zarr-python's consolidation).
-    inline = {"kind": "inline", "must_understand": False, "metadata": documents}
+    inline = {"kind": "inline", "must_understand": False, "metadata": descriptions}
     group = {"zarr_format": 3, "node_type": "group", "attributes": attributes, "consolidated_metadata": inline}
-    store.put(f"{key_prefix}/zarr.json", _json(group))
-    below = len(key_prefix) + 1
-    objects = [[o.key[below:], o.size, o.etag] for o in stored_objects if not o.key.endswith("zarr.json")]
-    return {**{name: meta.to_metadata() for name, meta in metas.items()}, "objects": sorted(objects)}
+    documents.append(put("zarr.json", _json(group)))
+    return {
+        **{name: meta.to_metadata() for name, meta in metas.items()},
+        "objects": sorted(objects),
+        "documents": sorted(documents),
+    }
 
 
 def _sharded_meta(
@@ -103,8 +113,10 @@ def _sharded_meta(
     return ArrayMeta(array.shape, str(array.dtype), chunk, codecs, shard, fill=fill, names=tuple(names))
 
 
-def _encode_object(array: npt.NDArray[Any], meta: ArrayMeta, codec: ChunkCodec, position: Shape) -> bytes:
-    """Return the bytes of one object: a shard with its index, or a single chunk."""
+def _encode_object(
+    array: npt.NDArray[Any], meta: ArrayMeta, codec: ChunkCodec, position: Shape
+) -> tuple[bytes, int | None]:
+    """Return the bytes of one object and the checksum of its index: a shard, or a single chunk without an index."""
     start = [p * s for p, s in zip(position, meta.object_shape, strict=True)]
     stop = [min(a + s, n) for a, s, n in zip(start, meta.object_shape, meta.shape, strict=True)]
     region = array[tuple(map(slice, start, stop))]
@@ -120,14 +132,15 @@ def _encode_object(array: npt.NDArray[Any], meta: ArrayMeta, codec: ChunkCodec, 
             values = padded
         chunks[number] = codec.encode(values)
     if not meta.shard:
-        return chunks[0]
+        return chunks[0], None
     order = zarr_array.storage_order(meta.chunks_per_shard)
     sizes = np.array([len(chunks[n]) if n in chunks else -1 for n in range(len(order))], np.int64)
     at_start = meta.index_at == "start"
     index = zarr_array.build_index(sizes, order, meta.index_bytes if at_start else 0).tobytes()
-    index += checksum(index).to_bytes(4, "little")
+    index_checksum = checksum(index)
+    index += index_checksum.to_bytes(4, "little")
     body = [chunks[n] for n in order.tolist() if n in chunks]
-    return b"".join([index, *body] if at_start else [*body, index])
+    return b"".join([index, *body] if at_start else [*body, index]), index_checksum
 
 
 def _check(image: npt.NDArray[Any], label: npt.NDArray[Any] | None, foreground: npt.NDArray[Any]) -> None:

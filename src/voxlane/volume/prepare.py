@@ -43,11 +43,12 @@ from voxlane.volume.dataset_check import (
     open_workers,
 )
 from voxlane.volume.dataset_discovery import SourceCase, SourceDataset, discover
+from voxlane.volume.dataset_index import OBJECT_LISTS, VERSION, read_objects
 from voxlane.volume.description import Description
 from voxlane.volume.formats.npy import NPY_SUFFIX
 from voxlane.volume.grid import MLPERF_RECIPE, compute_grid_affine, image_to_grid, label_to_grid, plan_grid
 from voxlane.volume.plan import Plan
-from voxlane.volume.prepared_dataset import VERSION, Prepared, PreparedCase, as_prefix, case_key
+from voxlane.volume.prepared_dataset import Prepared, PreparedCase, as_prefix, case_key
 from voxlane.volume.resample import compute_new_shape
 from voxlane.volume.scan_checks import check_growth
 from voxlane.volume.split_files import load_groups, load_split
@@ -180,7 +181,6 @@ def prepare(
             source={"uri": source.root, "layout": source.layout, "excluded": [asdict(p) for p in problems if p.fatal]},
             folds=len(split.folds),
             split_record=split.to_record(),
-            existing=existing,
             cases=[
                 PreparedCase(
                     case.id,
@@ -473,7 +473,7 @@ def _read_results(store: Store, tasks: Mapping[str, CaseTask], recorded_keys: se
 
 def _is_current(result: Mapping[str, Any], objects: Mapping[str, tuple[int, str | None]]) -> bool:
     """Return whether the current objects of a case are those that were written with this result."""
-    written = {file: (size, strip_quotes(etag)) for file, size, etag in result.get("objects", ())}
+    written = {o.key[1:]: (o.size, strip_quotes(o.etag)) for o in read_objects(result, "", OBJECT_LISTS)}
     return "zarr.json" in objects and written.items() <= objects.items()
 
 

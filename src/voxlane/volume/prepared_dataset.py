@@ -2,11 +2,12 @@
 
     DST/prepared.json               description, plan, fingerprint, source, split, name of the table of cases; written
                                     last
-    DST/cases-<digest>.parquet      one row per case: id, patient, fold, location and version of its arrays
+    DST/cases-<digest>.parquet      one row per case: id, patient, fold, size and checksum of each of its objects
     DST/cases/<id>.zarr/            Zarr v3: image (C, Z, Y, X), label (Z, Y, X), foreground (N, 4)
     DST/work/...                    results of `voxlane prepare` so far, from which it can resume
 
-A dataset without a header is incomplete.
+A dataset without a header is incomplete. Header and table are the dataset's index: they identify every other object
+by its content, so a dataset may be copied to any bucket or disk (`volume.dataset_index`).
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ import functools
 import hashlib
 import io
 import json
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pyarrow as pa
@@ -26,20 +27,31 @@ from voxlane import settings
 from voxlane import uri as uris
 from voxlane.errors import ConfigError, NotFoundError, PreparedError
 from voxlane.store import Store, StoreConfig
+from voxlane.store.content import checksum_content
 from voxlane.store.listing.parquet import ParquetRows
+from voxlane.volume.dataset_index import (
+    StoredObject,
+    compute_digest,
+    decode_header,
+    drop_etags,
+    encode_header,
+    read_objects,
+    to_compact_json,
+    upgrade_objects,
+)
 from voxlane.volume.description import Description
 from voxlane.volume.plan import Plan, Triple, to_triple
 from voxlane.volume.splits import Split, read_record
 
 HEADER = "prepared.json"
-VERSION = 1
 _INDEX_COLUMNS = ("id", "patient", "fold")
 """Columns that are loaded with the dataset."""
 _DETAIL_COLUMNS = ("source", "volume")
 """Columns that make up nearly all of the table's bytes; a process loads only the rows that it draws."""
 _ROWS_PER_GROUP = 1024
 """Rows that are read together: about 2 MB and 1 ms."""
-_PREPARE_AGAIN = "Run voxlane prepare again"
+COPY_AGAIN = "Copy the dataset again (voxlane cp SRC DST), or run voxlane prepare again"
+"""Fix for a dataset of which something is missing or damaged."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +85,13 @@ class Prepared:
     """`uri` and `layout` of the scans, and the `excluded` cases with their problems."""
     folds: int
     digest: str
-    """Digest of the content: plan, cases and the versions of their volumes. It does not depend on the split."""
+    """SHA-256 (hexadecimal) of the content: plan, description, and the checksums of each case's objects. It does not
+    depend on the split, and is the same wherever the dataset and its scans lie. Datasets of format 1 have another,
+    shorter digest."""
+    format: int
+    """Format of the index. Datasets of format 1 have no checksums and cannot be moved."""
+    index: tuple[StoredObject, ...] = field(repr=False, compare=False)
+    """The header and the table of cases, with keys below the dataset."""
     split_record: dict[str, Any] | None = field(default=None, repr=False)
     """How the split was made, and what the table does not hold of it; None in datasets of earlier versions."""
     table: pa.Table = field(repr=False, compare=False)
@@ -88,26 +106,14 @@ class Prepared:
         parsed = uris.parse(uri)
         store, prefix = Store(uri, config), as_prefix(parsed.key)
         root = store.uri(prefix).rstrip("/")
-        damaged = PreparedError("the dataset's header is damaged", uri=f"{root}/{HEADER}", fix=_PREPARE_AGAIN)
         try:
-            header = json.loads(bytes(store.get(prefix + HEADER)))
+            header_body = bytes(store.get(prefix + HEADER))
         except NotFoundError as error:
             if type(error) is not NotFoundError:
                 raise
-            unfinished = next(iter(store.list_pages(prefix + "work/")), None) is not None
-            message = "preparation is incomplete" if unfinished else "there is no prepared dataset at this URI"
-            fix = "Run the same voxlane prepare again; it will resume" if unfinished else "Run: voxlane prepare SRC DST"
-            raise PreparedError(message, uri=root, fix=fix) from None
-        except ValueError:
-            raise damaged from None
-        if not isinstance(header, dict) or "version" not in header:
-            raise damaged
-        if header["version"] != VERSION:
-            raise PreparedError(
-                f"prepared by another version of voxlane (format {header['version']}, this version reads {VERSION})",
-                uri=root,
-                fix="Run voxlane prepare again, or use the version that prepared it",
-            )
+            raise _explain_missing_header(store, prefix) from None
+        damaged = PreparedError("the dataset's header is damaged", uri=f"{root}/{HEADER}", fix=COPY_AGAIN)
+        header = decode_header(header_body, damaged.uri, damaged.fix)
         try:
             description, plan = settings.build(Description, header["description"]), settings.build(Plan, header["plan"])
             fields = {name: header[name] for name in ("fingerprint", "source", "folds", "digest")}
@@ -115,20 +121,25 @@ class Prepared:
                 raise damaged
             body = bytes(store.get(prefix + header["cases"]))
         except NotFoundError:
-            raise PreparedError("the dataset's table of cases is missing", uri=root, fix=_PREPARE_AGAIN) from None
+            raise PreparedError("the dataset's table of cases is missing", uri=root, fix=COPY_AGAIN) from None
         except (KeyError, TypeError, AttributeError, ConfigError):
             raise damaged from None
         if _digest(body) not in header["cases"]:
-            raise PreparedError("the dataset's table of cases is damaged", uri=root, fix=_PREPARE_AGAIN)
+            raise PreparedError("the dataset's table of cases is damaged", uri=root, fix=COPY_AGAIN)
         rows = ParquetRows(body)
-        record, table = header.get("split"), rows.table(_INDEX_COLUMNS)
+        index = tuple(
+            StoredObject(name, len(content), checksum_content(content), None, None)
+            for name, content in ((HEADER, header_body), (header["cases"], body))
+        )
         prepared = cls(
             uri=root,
             description=description,
             plan=plan,
             **fields,
-            split_record=record,
-            table=table,
+            format=header["version"],
+            index=index,
+            split_record=header.get("split"),
+            table=rows.table(_INDEX_COLUMNS),
             rows=rows,
             config=config,
         )
@@ -150,7 +161,17 @@ class Prepared:
         """Return the case at a row of the table."""
         name, patient, fold = (self.table.column(column)[index].as_py() for column in _INDEX_COLUMNS)
         source, volume = self.rows.row(index, _DETAIL_COLUMNS)
-        return PreparedCase(name, patient, fold, json.loads(source), json.loads(volume))
+        return PreparedCase(name, patient, fold, json.loads(source), self._upgrade(json.loads(volume)))
+
+    def objects(self, lists: Sequence[str] = ("objects",)) -> Iterator[StoredObject]:
+        """Yield the objects of all cases, without the index, with keys below the dataset: by default those that
+        training reads."""
+        columns = self.rows.table(("id", "volume"))
+        for name, volume in zip(*(column.to_pylist() for column in columns.columns), strict=True):
+            yield from read_objects(self._upgrade(json.loads(volume)), case_key("", name), lists)
+
+    def _upgrade(self, volume: dict[str, Any]) -> dict[str, Any]:
+        return upgrade_objects(volume) if self.format == 1 else volume
 
     @functools.cached_property
     def case_split(self) -> Split:
@@ -180,26 +201,21 @@ def publish_dataset(
     folds: int,
     cases: Iterable[PreparedCase],
     split_record: dict[str, Any] | None = None,
-    existing: Prepared | None = None,
 ) -> str:
-    """Write the table of cases, then the header, unless they exist already; return the dataset's digest. Where only the
-    split differs from the `existing` dataset, its digest stays, so that its runs continue with their own split."""
-    ordered = sorted(cases, key=lambda case: case.id)
+    """Write the table of cases, then the header, unless they exist already; return the dataset's digest."""
+    ordered = [replace(case, volume=drop_etags(case.volume)) for case in sorted(cases, key=lambda case: case.id)]
     columns: dict[str, list[Any]] = {name: [getattr(c, name) for c in ordered] for name in _INDEX_COLUMNS}
-    columns |= {name: [_compact(getattr(c, name)) for c in ordered] for name in _DETAIL_COLUMNS}
+    columns |= {name: [to_compact_json(getattr(c, name)) for c in ordered] for name in _DETAIL_COLUMNS}
     buffer = io.BytesIO()
     pq.write_table(pa.table(columns), buffer, compression="zstd", row_group_size=_ROWS_PER_GROUP)
     name = f"cases-{_digest(buffer.getvalue())}.parquet"
-    content = {"plan": settings.to_plain(plan), "description": settings.to_plain(description), "cases": name}
-    if existing is not None and _differs_only_in_split(existing, description, plan, ordered):
-        digest = existing.digest
-    else:
-        # Of everything but the split: the table's name would change with it.
-        digest = _digest(_compact({**content, "cases": [_describe_content(case) for case in ordered]}).encode())
-    header = {"version": VERSION, "digest": digest, "folds": folds, **content}
+    content = {"plan": settings.to_plain(plan), "description": settings.to_plain(description)}
+    # Without folds and the URIs of the scans, so that runs continue with their own split on a dataset that has another.
+    digest = compute_digest({**content, "cases": [[c.id, c.patient, c.volume] for c in ordered]})
+    header = {"digest": digest, "folds": folds, **content, "cases": name}
     header |= {"fingerprint": fingerprint, "source": source}
     header |= {} if split_record is None else {"split": split_record}
-    for key, body in ((name, buffer.getvalue()), (HEADER, json.dumps(header, indent=1).encode())):
+    for key, body in ((name, buffer.getvalue()), (HEADER, encode_header(header))):
         try:
             is_current = bytes(store.get(prefix + key)) == body
         except NotFoundError:
@@ -207,20 +223,6 @@ def publish_dataset(
         if not is_current:
             store.put(prefix + key, body)
     return digest
-
-
-def _differs_only_in_split(
-    existing: Prepared, description: Description, plan: Plan, cases: Sequence[PreparedCase]
-) -> bool:
-    stored = (_describe_content(existing.case(row)) for row in range(len(existing)))
-    return (existing.description, existing.plan) == (description, plan) and list(stored) == [
-        _describe_content(case) for case in cases
-    ]
-
-
-def _describe_content(case: PreparedCase) -> list[Any]:
-    """Return everything about a case but its fold, as JSON gives it back."""
-    return [case.id, case.patient, _compact(case.source), _compact(case.volume)]
 
 
 def as_prefix(key: str) -> str:
@@ -233,8 +235,24 @@ def case_key(prefix: str, case: str) -> str:
     return f"{prefix}cases/{uris.quote(case)}.zarr"
 
 
-def _compact(value: Any) -> str:
-    return json.dumps(value, separators=(",", ":"), sort_keys=True)
+def _explain_missing_header(store: Store, prefix: str) -> PreparedError:
+    """Return the error for a folder without a header: nothing was prepared here, or not all of it has arrived yet."""
+
+    def has(name: str) -> bool:
+        return next(iter(store.list_pages(prefix + name)), None) is not None
+
+    if has("work/"):
+        message = "preparation is incomplete"
+        fix = "Run the same voxlane prepare again; it will resume. If this is a copy, run the copy again"
+    elif has("datasets/"):
+        message = "the folder holds copies made by voxlane stage, and is no dataset itself"
+        fix = "Name one of them, below datasets/ in this folder"
+    elif has("cases"):
+        message = "the dataset is incomplete: its header is missing, which a copy receives last"
+        fix = "Run the copy again, such as voxlane cp SRC DST; it will resume"
+    else:
+        message, fix = "there is no prepared dataset at this URI", "Run: voxlane prepare SRC DST"
+    return PreparedError(message, uri=store.uri(prefix).rstrip("/"), fix=fix)
 
 
 def _digest(body: bytes) -> str:

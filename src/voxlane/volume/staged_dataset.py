@@ -16,17 +16,14 @@ from voxlane.store import Store, StoreConfig, staging
 from voxlane.store.private_folder import check_existing_folder
 from voxlane.store.staging import SourceListing, StagingReport, local_store
 from voxlane.store.staging.sources import RECORDS, default_name, normalize_source, strip_quotes
-from voxlane.volume.prepared_dataset import HEADER, Prepared, as_prefix, case_key
+from voxlane.volume.prepared_dataset import COPY_AGAIN, HEADER, Prepared, as_prefix
 
 
 def list_training_objects(prepared: Prepared) -> SourceListing:
-    """List every object that training reads, from the dataset's table, without listing the bucket."""
-    objects = []
-    for row in range(len(prepared)):
-        case = prepared.case(row)
-        below = case_key("", case.id)
-        objects += [(f"{below}/{name}", int(size), etag) for name, size, etag in case.volume["objects"]]
-    return SourceListing.of(prepared.uri, objects)
+    """List the index and every object that training reads, from the dataset's table, without listing the bucket."""
+    objects = [*prepared.index, *prepared.objects()]
+    rows = ((item.key, item.size, item.required_etag) for item in objects)
+    return SourceListing.of(prepared.uri, rows, {item.key: item.checksum for item in objects})
 
 
 def is_prepared(uri: str, config: StoreConfig | None = None) -> bool:
@@ -43,7 +40,7 @@ def stage(prepared: Prepared, root: str | os.PathLike[str], **options: Any) -> S
         raise PreparedError(
             "an object of the dataset was deleted or changed after preparation",
             uri=error.uri,
-            fix="Run `voxlane prepare` again",
+            fix=COPY_AGAIN,
         ) from None
 
 
@@ -56,12 +53,11 @@ class _Copy:
     """Inode of the manifest; it changes with the manifest's content."""
     prefix: str
     """Prefix of keys in the bucket that is not part of the objects' names in the copy."""
-    versions: dict[str, str | None]
-    """Version of each object that is completely copied, under its own name."""
+    versions: dict[str, tuple[str, str | None]]
+    """Checksum and etag of each object that is completely copied, under its own name."""
 
-    def has(self, key: str, etag: str | None) -> bool:
-        name = key.removeprefix(self.prefix)
-        return name in self.versions and self.versions[name] == strip_quotes(etag)
+    def has(self, key: str, version: str | None) -> bool:
+        return strip_quotes(version) in self.versions.get(key.removeprefix(self.prefix), ())
 
 
 class StagedReader:
@@ -77,12 +73,13 @@ class StagedReader:
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_copy": None}
 
-    def read(self, key: str, etag: str | None, start: int, stop: int) -> bytes | None:
-        """Return the bytes `[start, stop)` of an object, or None if the copy does not have that version."""
+    def read(self, key: str, version: str | None, start: int, stop: int) -> bytes | None:
+        """Return the bytes `[start, stop)` of an object, or None if the copy does not have that version, which is its
+        checksum, or its etag in a dataset of format 1."""
         copy = self._copy
         if copy is None:  # threads may do this concurrently, with the same result
             copy = self._copy = self._load(self._find())
-        if not copy.has(key, etag):
+        if not copy.has(key, version):
             return None
         try:
             with open(f"{copy.folder}/{key.removeprefix(copy.prefix)}", "rb", buffering=0) as file:
@@ -91,7 +88,7 @@ class StagedReader:
             # this was the right version.
             if os.stat(f"{copy.folder}/{local_store.MANIFEST}").st_ino != copy.manifest:
                 copy = self._copy = self._load(copy.folder)
-                if not copy.has(key, etag):
+                if not copy.has(key, version):
                     return None
         except OSError:  # removed in the meantime; the bucket still has it
             return None
@@ -129,5 +126,5 @@ class StagedReader:
                 prefix = prefix.removesuffix(as_prefix(self._source.removeprefix(f"{origin.source}/")))
             with contextlib.suppress(OSError):  # a container mounts the copy read-only
                 local_store.mark_used(path)
-        versions = {name: entry.etag for name, entry in entries.items() if entry.path is None}
+        versions = {name: (entry.digest, entry.etag) for name, entry in entries.items() if entry.path is None}
         return _Copy(path, manifest, prefix, versions)

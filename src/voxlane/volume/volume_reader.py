@@ -24,23 +24,29 @@ import numpy.typing as npt
 from voxlane.dataset.cache import DiskCache
 from voxlane.errors import ChangedError, ConfigError, NotFoundError, PreparedError, RangeError
 from voxlane.store import Store
+from voxlane.store.content import checksum_content
 from voxlane.store.native import entering_process
 from voxlane.store.ranges import Span, coalesce
 from voxlane.store.retry import MAX_READS
 from voxlane.volume import zarr_array
 from voxlane.volume.codec import ChunkCodec, checksum
+from voxlane.volume.dataset_index import OBJECT_LISTS, StoredObject, read_objects
+from voxlane.volume.prepared_dataset import COPY_AGAIN
 from voxlane.volume.staged_dataset import StagedReader
 from voxlane.volume.zarr_array import MAX_GAP_BYTES, ArrayMeta, ChunkPart, Shape
 
 _V = TypeVar("_V")
 MIB = 1 << 20
 _MISSING = int(zarr_array.MISSING)
-_PREPARE_AGAIN = "Run `voxlane prepare` again"
-_READ_PROBLEMS: dict[type[Exception], str] = {
-    ChangedError: "the object changed after the dataset was prepared",
-    RangeError: "the object is shorter than when it was written",
-    NotFoundError: "an object of the prepared dataset is missing",
+_READ_PROBLEMS: dict[type[Exception], tuple[str, str]] = {
+    ChangedError: (
+        "the object was changed or copied after an earlier version of voxlane, which stored no checksums, prepared it",
+        "Use the dataset where it was prepared, or run voxlane prepare again",
+    ),
+    RangeError: ("the object is shorter than when it was prepared", COPY_AGAIN),
+    NotFoundError: ("an object of the prepared dataset is missing", COPY_AGAIN),
 }
+"""Problem and fix by the error of a request; only objects of format 1 are requested in one version."""
 
 
 @dataclass(frozen=True)
@@ -93,7 +99,7 @@ class VolumeCache:
         self._timing = ReadTiming()
         self._chunks: _LruCache[memoryview] = _LruCache(self.memory_bytes)
         self._shards: _LruCache[_Shard] = _LruCache(self.index_bytes)
-        self._opening: dict[_Object, Future[_Shard]] = {}
+        self._opening: dict[StoredObject, Future[_Shard]] = {}
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         self.decoding = threading.Semaphore(cores)
         """Limits the number of decoding threads to that of cores; more would only slow each other down."""
@@ -126,42 +132,42 @@ class VolumeCache:
         with self._lock:
             self._timing = replace(self._timing, **{k: getattr(self._timing, k) + v for k, v in more.items()})
 
-    def _fetch(self, stored: _Object, span: Span, parts: Sequence[Span], *, is_again: bool = False) -> memoryview:
+    def _fetch(self, stored: StoredObject, span: Span, parts: Sequence[Span], *, is_again: bool = False) -> memoryview:
         """Fetch bytes of an object and store each of `parts` in the disk cache. Runs on the store's threads.
         `is_again`: the bytes were damaged, so they come from the bucket."""
         if is_again:
             self.store.counters.add("get", requests=0, retries=1)
         elif self.staged is not None:
-            body_copy = self.staged.read(stored.key, stored.etag, span.start, span.stop)
+            body_copy = self.staged.read(stored.key, stored.version, span.start, span.stop)
             if body_copy is not None:
                 self._count(disk_hits=max(1, len(parts)))
                 return memoryview(body_copy)
         try:
-            body = memoryview(self.store.get(stored.key, span.start, span.stop, etag=stored.etag))
+            body = memoryview(self.store.get(stored.key, span.start, span.stop, etag=stored.required_etag))
             if len(body) != span.size:
-                raise RangeError(_READ_PROBLEMS[RangeError])
+                raise RangeError("the object is too short")
         except (ChangedError, RangeError, NotFoundError) as error:
             if type(error) not in _READ_PROBLEMS:  # such as a missing bucket
                 raise
-            uri = self.store.uri(stored.key)
-            raise PreparedError(_READ_PROBLEMS[type(error)], uri=uri, fix=_PREPARE_AGAIN) from None
+            problem, fix = _READ_PROBLEMS[type(error)]
+            raise PreparedError(problem, uri=self.store.uri(stored.key), fix=fix) from None
         self._count(requests=1, bytes_read=len(body))
         for part in parts:
-            if self.disk is not None and stored.etag:
+            if self.disk is not None and stored.version:
                 part_body = body[part.start - span.start : part.stop - span.start]
-                self.disk.put(self._disk_name(stored, part), stored.etag, part_body)
+                self.disk.put(self._disk_name(stored, part), stored.version, part_body)
         return body
 
-    def _read_from_disk(self, stored: _Object, span: Span) -> memoryview | None:
-        if self.disk is None or not stored.etag:
+    def _read_from_disk(self, stored: StoredObject, span: Span) -> memoryview | None:
+        if self.disk is None or not stored.version:
             return None
-        body = self.disk.get(self._disk_name(stored, span), stored.etag, span.size)
+        body = self.disk.get(self._disk_name(stored, span), stored.version, span.size)
         return None if body is None else memoryview(body)
 
-    def _disk_name(self, stored: _Object, span: Span) -> str:
+    def _disk_name(self, stored: StoredObject, span: Span) -> str:
         return f"{self.store.uri(stored.key)}#{span.start}-{span.stop}"
 
-    def _open_shard_once(self, meta: ArrayMeta, stored: _Object) -> Future[_Shard]:
+    def _open_shard_once(self, meta: ArrayMeta, stored: StoredObject) -> Future[_Shard]:
         """Return the object's index, or all of it if it is small; concurrent callers share one request."""
         with self._lock:
             if (shard := self._shards.get(stored)) is not None:
@@ -170,7 +176,7 @@ class VolumeCache:
                 self._opening[stored] = self.store.submit(self._open_shard, meta, stored)
             return self._opening[stored]
 
-    def _open_shard(self, meta: ArrayMeta, stored: _Object) -> _Shard:
+    def _open_shard(self, meta: ArrayMeta, stored: StoredObject) -> _Shard:
         try:
             is_whole = not meta.shard or stored.size <= self.whole_bytes
             first = stored.size - meta.index_bytes if meta.index_at == "end" and not is_whole else 0
@@ -207,7 +213,7 @@ class VolumeReader:
         self.key_prefix = key_prefix
         self._metadata = metadata
         self._arrays: dict[str, ArrayMeta] = {}
-        self._objects: dict[str, _Object] = {}
+        self._objects: dict[str, StoredObject] = {}
 
     def __reduce__(self) -> tuple[Any, ...]:
         return VolumeReader, (self.shared, self.key_prefix, self._metadata)
@@ -215,8 +221,8 @@ class VolumeReader:
     def meta(self, array: str) -> ArrayMeta:
         """Return shape, type and encoding of an array: image, label or foreground."""
         if array not in self._arrays:
-            if array not in self._metadata or array == "objects":
-                names = ", ".join(sorted(set(self._metadata) - {"objects"}))
+            if array not in self._metadata or array in OBJECT_LISTS:
+                names = ", ".join(sorted(set(self._metadata) - {*OBJECT_LISTS}))
                 uri = self.shared.store.uri(self.key_prefix)
                 raise PreparedError(f"the case has no array {array!r}, only {names}", uri=uri)
             self._arrays[array] = ArrayMeta.from_metadata(self._metadata[array])
@@ -246,14 +252,11 @@ class VolumeReader:
         """Read the voxels `[start, stop)`; the arguments are those of `start`."""
         return self.start(array, *bounds, fill=fill).result()
 
-    def _object(self, array: str, position: Shape) -> _Object | None:
+    def _object(self, array: str, position: Shape) -> StoredObject | None:
         """Return the object at a position, or None if it was not written because it holds only the fill value."""
         if not self._objects:
-            self._objects = {
-                name: _Object(f"{self.key_prefix}/{name}", int(size), etag)
-                for name, size, etag in self._metadata["objects"]
-            }
-        return self._objects.get(f"{array}/{zarr_array.object_name(position)}")
+            self._objects = {stored.key: stored for stored in read_objects(self._metadata, self.key_prefix)}
+        return self._objects.get(f"{self.key_prefix}/{array}/{zarr_array.object_name(position)}")
 
 
 @dataclass(eq=False)
@@ -313,12 +316,13 @@ class PendingRead:
         return values
 
     def _decode_again(
-        self, codec: ChunkCodec, stored: _Object, span: Span, chunk_part: ChunkPart, scratch: npt.NDArray[Any]
+        self, codec: ChunkCodec, stored: StoredObject, span: Span, chunk_part: ChunkPart, scratch: npt.NDArray[Any]
     ) -> memoryview:
         """Read a damaged chunk from the bucket until it can be decoded; return its bytes. Something on the way, or a
         cache, may have changed them."""
         shared = self.shared
         shared._shards.drop(stored)  # it may hold the damaged bytes
+        shared._open_shard_once(self.meta, stored).result()  # raises the error of an object that was replaced
         for num_reads in range(2, MAX_READS + 1):
             body = shared._fetch(stored, span, [span], is_again=True)
             try:
@@ -331,7 +335,7 @@ class PendingRead:
                     raise _still_damaged(PreparedError(problem, uri=uri, fix="Prepare the case again")) from None
         raise AssertionError("unreachable")
 
-    def _request_object(self, stored: _Object | None, chunk_parts: list[ChunkPart]) -> None:
+    def _request_object(self, stored: StoredObject | None, chunk_parts: list[ChunkPart]) -> None:
         """Request the parts of one object: its index first, then its chunks. No thread waits in between."""
         if stored is None:
             self._fills += chunk_parts
@@ -347,7 +351,7 @@ class PendingRead:
 
         self.shared._open_shard_once(self.meta, stored).add_done_callback(ask)
 
-    def _request_chunks(self, stored: _Object, shard: _Shard, chunk_parts: list[ChunkPart]) -> list[_Response]:
+    def _request_chunks(self, stored: StoredObject, shard: _Shard, chunk_parts: list[ChunkPart]) -> list[_Response]:
         """Send requests for the chunks that no cache has."""
         shared = self.shared
         stored_parts: list[tuple[Span, ChunkPart]] = []
@@ -386,19 +390,10 @@ class PendingRead:
 
 
 @dataclass(frozen=True, slots=True)
-class _Object:
-    """A stored object in the version that was written."""
-
-    key: str
-    size: int
-    etag: str | None
-
-
-@dataclass(frozen=True, slots=True)
 class _Response:
     """Requested bytes of an object, and the chunks in them."""
 
-    stored: _Object
+    stored: StoredObject
     body: Future[memoryview]
     first: int
     """Offset of the body's first byte in the object."""
@@ -422,14 +417,22 @@ class _Shard:
         return self.index.nbytes + (0 if self.body is None else self.body.nbytes)
 
     @classmethod
-    def parse(cls, meta: ArrayMeta, stored: _Object, body: memoryview, is_whole: bool, uri: str) -> _Shard:
-        """Parse the whole object or only its index."""
+    def parse(cls, meta: ArrayMeta, stored: StoredObject, body: memoryview, is_whole: bool, uri: str) -> _Shard:
+        """Parse the whole object or only its index; raise PreparedError if it is damaged or of another content."""
+        replaced = PreparedError(
+            "the object is not the one that was prepared: its checksum is another", uri=uri, fix=COPY_AGAIN
+        )
+        if is_whole and stored.checksum not in (None, checksum_content(body)):
+            raise replaced
         index = np.array([[0, stored.size]], "<u8")
         if meta.shard:
             raw = body
             if is_whole:
                 raw = body[-meta.index_bytes :] if meta.index_at == "end" else body[: meta.index_bytes]
-            index = zarr_array.parse_index(meta, raw, stored.size, checksum(raw[:-4]), uri)
+            index_checksum = checksum(raw[: -zarr_array.INDEX_SUM_BYTES])
+            index = zarr_array.parse_index(meta, raw, stored.size, index_checksum, uri)
+            if stored.index_checksum not in (None, index_checksum):
+                raise replaced
         return cls(index.data.cast("B").cast("Q"), body if is_whole else None)
 
     def find_chunk(self, number: int) -> Span | None:

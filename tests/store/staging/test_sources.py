@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 from tests.conftest import Bucket
 from voxlane.errors import BucketNotFoundError, ConfigError, EmptyError, NotFoundError, StoreError
 from voxlane.sizes import format_bytes, parse_bytes
+from voxlane.store.content import PART_BYTES
 from voxlane.store.ranges import Span, split
 from voxlane.store.staging import SourceListing, default_name, list_source
-from voxlane.store.staging.sources import PART_BYTES, file_paths
+from voxlane.store.staging.sources import file_paths
 from voxlane.testing import Access, Emulator
 
 

@@ -26,9 +26,11 @@ import xxhash
 
 from voxlane.errors import CacheError, ChangedError, NoRoomError, NotFoundError, RangeError, StoreError
 from voxlane.store import Store
+from voxlane.store.content import PART_BYTES, combine_checksums
+from voxlane.store.objects import is_published_last
 from voxlane.store.ranges import Span, split
-from voxlane.store.staging.local_store import MANIFEST, ManifestEntry, StagingRoot, combine_checksums
-from voxlane.store.staging.sources import PART_BYTES, SourceObject
+from voxlane.store.staging.local_store import MANIFEST, ManifestEntry, StagingRoot
+from voxlane.store.staging.sources import SourceObject
 
 CONCURRENCY = 32
 """Maximum number of parts in flight; StoreConfig.max_concurrency may lower it."""
@@ -60,6 +62,11 @@ class _Transfer:
     parts_left: int
     """Number of parts that have not arrived."""
 
+    @property
+    def digest(self) -> str:
+        """Checksum of the whole content, once all parts have arrived."""
+        return combine_checksums(checksum for checksum in self.checksums if checksum)
+
 
 @dataclass
 class ObjectCopier:
@@ -85,8 +92,8 @@ class ObjectCopier:
         return sum(self._bytes_copied)
 
     def run(self, objects: Sequence[SourceObject], tick: Callable[[int, int], None]) -> None:
-        """Copy all objects; call `tick(objects, bytes)` on this thread with what has arrived, every 0.1 s."""
-        self._tasks = self._split_parts(objects)
+        """Copy all objects, those that declare others complete last; call `tick(objects, bytes)` on this thread with
+        what has arrived, every 0.1 s."""
         self._objects_copied = 0
         self._total_bytes = sum(item.size for item in objects)
         workers = min(CONCURRENCY, self.store.config.max_concurrency)
@@ -94,20 +101,27 @@ class ObjectCopier:
         self._buffers = [np.frombuffer(mmap.mmap(-1, _BUFFER_BYTES), np.uint8) for _ in range(workers)]
         self.store.open_native()
         with open(f"{self.folder}/{MANIFEST}", "ab") as self._manifest:
-            running = {self.store.submit(self._copy_parts, number) for number in range(workers)}
-            try:
-                while running:
-                    done, running = wait(running, timeout=_TICK_S, return_when=FIRST_EXCEPTION)
-                    for future in done:
-                        future.result()
-                    tick(self._objects_copied, self.bytes_copied)
-            finally:
-                self._stop = True
-                wait(running)
-                for transfer in self._open.values():
-                    os.close(transfer.handle)
-                    with contextlib.suppress(OSError):
-                        os.unlink(transfer.path)
+            for is_last in (False, True):
+                batch = [item for item in objects if is_published_last(item.name) == is_last]
+                if batch:
+                    self._run_batch(batch, workers, tick)
+
+    def _run_batch(self, objects: Sequence[SourceObject], workers: int, tick: Callable[[int, int], None]) -> None:
+        self._tasks, self._stop = self._split_parts(objects), False
+        running = {self.store.submit(self._copy_parts, number) for number in range(workers)}
+        try:
+            while running:
+                done, running = wait(running, timeout=_TICK_S, return_when=FIRST_EXCEPTION)
+                for future in done:
+                    future.result()
+                tick(self._objects_copied, self.bytes_copied)
+        finally:
+            self._stop = True
+            wait(running)
+            for transfer in self._open.values():
+                os.close(transfer.handle)
+                with contextlib.suppress(OSError):
+                    os.unlink(transfer.path)
 
     def _split_parts(self, objects: Sequence[SourceObject]) -> Iterator[tuple[_Transfer, int, Span]]:
         """Yield the objects part by part; a file is opened when the first part of its object is next."""
@@ -145,7 +159,10 @@ class ObjectCopier:
             transfer.parts_left -= 1
             if transfer.parts_left:
                 return
-        if expected_md5 and (md5 or _hash_file_md5(transfer)).hexdigest() != expected_md5:
+        if transfer.source.checksum is not None:
+            if transfer.digest != transfer.source.checksum:
+                self._reread_content(transfer, worker)
+        elif expected_md5 and (md5 or _hash_file_md5(transfer)).hexdigest() != expected_md5:
             self._reread(transfer, expected_md5, worker)
         self._publish(transfer)
 
@@ -174,6 +191,20 @@ class ObjectCopier:
             f"{_MAX_REREADS + 1} reads returned different bytes, and none matches the checksum",
             uri=self.store.uri(self.prefix + transfer.source.name),
             fix="Something between the server and this machine corrupts data: use https, then stage again",
+        )
+
+    def _reread_content(self, transfer: _Transfer, worker: int) -> None:
+        """Read an object again until its content is the expected one; raise ChangedError if it has another."""
+        for _ in range(_MAX_REREADS):
+            self._bytes_copied[worker] -= transfer.source.size
+            for index, part in enumerate(split(transfer.source.size, PART_BYTES)):
+                transfer.checksums[index], _unused = self._read(transfer, part, worker, None)
+            if transfer.digest == transfer.source.checksum:
+                return
+        raise ChangedError(
+            f"the object has another content than its index says (the same after {_MAX_REREADS + 1} reads)",
+            uri=self.store.uri(self.prefix + transfer.source.name),
+            fix="Copy it to the source again",
         )
 
     def _read(self, transfer: _Transfer, part: Span, worker: int, md5: Any) -> tuple[bytes, Any]:
@@ -230,8 +261,7 @@ class ObjectCopier:
 
     def _publish(self, transfer: _Transfer) -> None:
         """Close the file of an object that has arrived, and add its entry to the manifest."""
-        digest = combine_checksums([checksum for checksum in transfer.checksums if checksum])
-        item = transfer.source
+        digest, item = transfer.digest, transfer.source
         if transfer.direct:
             os.ftruncate(transfer.handle, item.size)
         os.fchmod(transfer.handle, 0o444)

@@ -123,8 +123,8 @@ def stage(
     reserve_files: number of files (inodes) that the disk must have room for afterwards, besides these bytes.
     quota_bytes: raise OverQuotaError before copying anything if everything below root would become larger.
 
-    Raise ChangedError if an object changes while it is copied. The size of every object is checked; over plain http,
-    where no TLS protects the transfer, so is the MD5 if the etag is one.
+    Raise ChangedError if an object changes while it is copied, or has another content than `expected` says. The size of
+    every object is checked; over plain http, where no TLS protects the transfer, so is the MD5 if the etag is one.
     """
     begin = time.monotonic()
     listing = expected or list_source(source, config)
@@ -235,8 +235,7 @@ class _CopyUpdate:
         for item in self.listing.objects:
             entry = self._old_entries.get(item.name)
             size, mtime = self._files.get(item.file, (-1, 0))
-            expected = item.etag, item.size, item.size, item.path
-            if entry is None or (entry.etag, entry.size, size, entry.path) != expected:
+            if entry is None or size != item.size or not entry.matches(item):
                 continue
             if verify or mtime != entry.mtime:
                 unverified.append(entry)
@@ -280,7 +279,7 @@ class _CopyUpdate:
         available = self._index_other_copies()
         missing = []
         for item in self.missing:
-            entry = available.get((f"{self.origin.source}/{item.name}", item.etag, item.size))
+            entry = available.get(item.checksum or (f"{self.origin.source}/{item.name}", item.etag, item.size))
             if entry and self.root.link_existing(entry.digest, entry.size, entry.mtime, f"{self.folder}/{item.file}"):
                 self._add(replace(entry, name=item.name, path=item.path))
             else:
@@ -290,15 +289,17 @@ class _CopyUpdate:
             self.missing = missing
             local_store.write_manifest(self.folder, self.origin, self.entries)
 
-    def _index_other_copies(self) -> dict[tuple[str, str | None, int], ManifestEntry]:
-        """Return the objects of the same bucket that other copies have, by URI, etag and size."""
-        available: dict[tuple[str, str | None, int], ManifestEntry] = {}
+    def _index_other_copies(self) -> dict[object, ManifestEntry]:
+        """Return the objects that other copies have, by checksum, and those of the same bucket also by URI, etag and
+        size."""
+        available: dict[object, ManifestEntry] = {}
         bucket = "/".join(self.origin.source.split("/")[:3])
         for name in self.root.copy_names():
             other = self.root.copy_folder(name)
             if other == self.folder:
                 continue
             origin, entries = local_store.read_manifest(other)
+            available |= {entry.digest: entry for entry in entries.values()}
             if origin is None or origin.endpoint != self.origin.endpoint or not origin.source.startswith(bucket):
                 continue
             for entry in entries.values():

@@ -32,12 +32,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import xxhash
-
 from voxlane.errors import CacheError, ConfigError
 from voxlane.redaction import redact_urls
+from voxlane.store.content import PART_BYTES, ContentHasher
 from voxlane.store.private_folder import make_private_folder
-from voxlane.store.staging.sources import PART_BYTES, RECORDS, SourceObject
+from voxlane.store.staging.sources import RECORDS, SourceObject
 from voxlane.uri import stays_below
 
 MANIFEST, STAGED, USED = f"{RECORDS}/manifest.jsonl", f"{RECORDS}/staged.json", f"{RECORDS}/used"
@@ -53,13 +52,19 @@ class ManifestEntry(SourceObject):
     """A complete object of a copy."""
 
     digest: str
-    """Digest of the content, as `combine_checksums` returns it."""
+    """Digest of the content, as `store.content` computes it."""
     mtime: int
     """Modification time of the file in nanoseconds; a different time means that the file was modified."""
 
+    def matches(self, item: SourceObject) -> bool:
+        """Return whether the entry is the content, or without a checksum the version, of an object of a source."""
+        same = self.etag == item.etag if item.checksum is None else self.digest == item.checksum
+        return same and (self.size, self.path) == (item.size, item.path)
+
     def to_json(self) -> str:
         """Return the entry as a line of the manifest, without the newline."""
-        return json.dumps({name: value for name, value in asdict(self).items() if name != "path" or value is not None})
+        optional = ("path", "checksum")
+        return json.dumps({name: value for name, value in asdict(self).items() if name not in optional or value})
 
 
 @dataclass(frozen=True, slots=True)
@@ -333,21 +338,16 @@ def scan_files(folder: str, parent: str = "") -> dict[str, tuple[int, int]]:
     return files
 
 
-def combine_checksums(checksums: list[bytes]) -> str:
-    """Return the digest of a content from the checksums of its parts, in order."""
-    return xxhash.xxh3_128_hexdigest(b"".join(checksums))
-
-
 def hash_file(path: str) -> str | None:
-    """Return the digest of a file's content, or None if it cannot be read."""
-    checksums = []
+    """Return the checksum of a file's content, or None if it cannot be read."""
+    hasher = ContentHasher()
     try:
         with open(path, "rb", buffering=0) as file:
             while body := file.read(PART_BYTES):
-                checksums.append(xxhash.xxh3_128_digest(body))
+                hasher.update(body)
     except OSError:
         return None
-    return combine_checksums(checksums)
+    return hasher.checksum()
 
 
 def remove_files(folder: str, names: list[str]) -> None:

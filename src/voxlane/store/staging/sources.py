@@ -6,7 +6,7 @@ import hashlib
 import json
 import re
 import urllib.parse
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -15,8 +15,6 @@ from voxlane.errors import ConfigError, EmptyError
 from voxlane.store import Store, StoreConfig
 from voxlane.store.listing import list_objects
 
-PART_BYTES = 8 << 20
-"""Size of the parts in which objects are read and checksummed."""
 RECORDS = ".voxlane"
 """Name of the folder inside a copy that holds its records; objects in such a folder are not staged."""
 _ESCAPE = "%voxlane-"
@@ -37,6 +35,8 @@ class SourceObject:
     """Version of the object, without quotes; None if the server reports none."""
     path: str | None = field(default=None, kw_only=True)
     """Path of the file in the copy; None if it is the name."""
+    checksum: str | None = field(default=None, kw_only=True)
+    """Checksum that the content must have (`store.content`), whatever its version; None if only the etag is known."""
 
     @property
     def file(self) -> str:
@@ -60,18 +60,27 @@ class SourceListing:
 
     @cached_property
     def version(self) -> str:
-        """Sixteen hexadecimal digits that are equal for equal names, sizes and etags."""
+        """Sixteen hexadecimal digits that are equal for equal names, sizes and contents or etags."""
         digest = hashlib.sha256()
         for item in self.objects:
-            digest.update(json.dumps([item.name, item.size, item.etag]).encode())
+            digest.update(json.dumps([item.name, item.size, item.checksum or item.etag]).encode())
         return digest.hexdigest()[:16]
 
     @classmethod
-    def of(cls, source: str, objects: Iterable[tuple[str, int, str | None]]) -> SourceListing:
-        """Build a listing from (name, size, etag) tuples."""
+    def of(
+        cls,
+        source: str,
+        objects: Iterable[tuple[str, int, str | None]],
+        checksums: Mapping[str, str | None] | None = None,
+    ) -> SourceListing:
+        """Build a listing from (name, size, etag) tuples, and the checksums by name of those that have a known
+        content."""
         rows = [row for row in objects if row[0].partition("/")[0] != RECORDS]
-        paths = file_paths(name for name, _, _ in rows)
-        items = [SourceObject(name, size, strip_quotes(etag), path=paths.get(name)) for name, size, etag in rows]
+        paths, contents = file_paths(name for name, _, _ in rows), checksums or {}
+        items = [
+            SourceObject(name, size, strip_quotes(etag), path=paths.get(name), checksum=contents.get(name))
+            for name, size, etag in rows
+        ]
         return cls(normalize_source(source), tuple(sorted(items, key=lambda item: item.name)))
 
 

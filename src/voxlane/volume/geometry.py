@@ -91,6 +91,21 @@ class Geometry:
         order, flips = self._anatomical_axes
         return _permute(_flip(array.swapaxes(-1, -3), flips), [order.index(axis) for axis in range(3)])
 
+    @property
+    def stored_spacing(self) -> tuple[float, float, float]:
+        """Millimetres between voxels along the file's own axes, in the order (z, y, x)."""
+        x, y, z = (float(v) for v in np.linalg.norm(np.asarray(self.affine)[:3, :3], axis=0))
+        return z, y, x
+
+    def to_stored(self, array: Array) -> Array:
+        """Return a view of `array` (..., z, y, x), along the anatomical axes, as (..., z, y, x) along the file's."""
+        return self.from_canonical(array).swapaxes(-1, -3)
+
+    def from_stored(self, array: Array) -> Array:
+        """Return a view of `array` (..., z, y, x), along the file's own axes, as (..., z, y, x) along the anatomical
+        ones."""
+        return self.to_canonical(array.swapaxes(-1, -3))
+
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Geometry:
         """Build from the result of `dataclasses.asdict`; floats survive a round trip through JSON exactly."""

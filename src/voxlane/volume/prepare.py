@@ -46,7 +46,7 @@ from voxlane.volume.dataset_discovery import SourceCase, SourceDataset, discover
 from voxlane.volume.description import Description
 from voxlane.volume.formats.npy import NPY_SUFFIX
 from voxlane.volume.grid import MLPERF_RECIPE, compute_grid_affine, image_to_grid, label_to_grid, plan_grid
-from voxlane.volume.plan import Plan
+from voxlane.volume.plan import Plan, Resampling
 from voxlane.volume.prepared_dataset import VERSION, Prepared, PreparedCase, as_prefix, case_key
 from voxlane.volume.resample import compute_new_shape
 from voxlane.volume.scan_checks import check_growth
@@ -142,7 +142,9 @@ def prepare(
         assert merged is not None
         problems, bad = findings.problems, findings.bad_cases
         good = [case for case in source.cases if case.id not in bad]
-        volume_fields = ("recipe", "spacing", "normalisation", "patch", "pad_to_patch")
+        volume_fields: tuple[str, ...] = ("recipe", "spacing", "normalisation", "patch", "pad_to_patch")
+        if plan.resampling != Resampling():  # otherwise the settings, and so the volumes, are those of older versions
+            volume_fields = (*volume_fields, "resampling")
         volume_settings = {name: settings.to_plain(plan)[name] for name in volume_fields}
         writes = make_tasks("write", good, plan, volume_settings, *spacing)
         stored = _list_volumes(store, prefix)
@@ -323,6 +325,8 @@ def _override_plan(plan: Plan, overrides: Mapping[str, Any]) -> Plan:
             f"plan.recipe: {changed.recipe!r} does not match recipe={plan.recipe}",
             fix=f"Set recipe={changed.recipe}, or omit plan.recipe",
         )
+    if changed.axes != "anatomical":
+        raise ConfigError("plan.axes: a prepared dataset has anatomical axes", fix="Omit plan.axes")
     return changed
 
 

@@ -7,7 +7,7 @@ this module reads and writes the same files in buckets. A test compares the two.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from voxlane.checkpoint.plain import CheckpointWriter
-from voxlane.checkpoint.verified_reader import ReadTarget, VerifiedObject, open_verified, view_bytes
+from voxlane.checkpoint.verified_reader import ReadTarget, open_verified, view_bytes
 from voxlane.errors import CheckpointError, ConfigError, MismatchError
 from voxlane.store import ObjectInfo, Store, StoreConfig
 from voxlane.uri import StrPath
@@ -70,9 +70,22 @@ def save_safetensors(
     The file is published when it is complete. Tensors that share memory are written separately. `metadata` holds
     strings to store in the header.
     """
+    size, chunks = encode_safetensors(tensors, metadata=metadata)
+    store, key = Store.locate(uri, config)
+    with CheckpointWriter(store, key, size) as file:
+        for chunk in chunks:
+            file.write(chunk)
+        return file.commit()
+
+
+def encode_safetensors(
+    tensors: Mapping[str, torch.Tensor], *, metadata: Mapping[str, str] | None = None
+) -> tuple[int, Iterator[Any]]:
+    """Return the size in bytes of a safetensors file with these tensors, and its content in buffers that follow each
+    other. Larger item sizes come first, as the safetensors package does, so that every tensor is aligned to its own
+    item size."""
     header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
     offset = 0
-    # Larger item sizes first, as the safetensors package does, so that every tensor is aligned to its own item size.
     order = sorted(tensors.items(), key=lambda item: (-_require_plain(*item).dtype.itemsize, item[0]))
     for name, tensor in order:
         header[name] = {
@@ -83,12 +96,23 @@ def save_safetensors(
         offset += tensor.nbytes
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    store, key = Store.locate(uri, config)
-    with CheckpointWriter(store, key, 8 + len(text) + offset) as file:
-        file.write(len(text).to_bytes(8, "little") + text)
+
+    def iterate() -> Iterator[Any]:
+        yield len(text).to_bytes(8, "little") + text
         for _, tensor in order:
-            file.write(view_bytes(tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()))
-        return file.commit()
+            yield view_bytes(tensor.detach().resolve_conj().resolve_neg().cpu().contiguous())
+
+    return 8 + len(text) + offset, iterate()
+
+
+def decode_safetensors(body: bytes, uri: str = "") -> dict[str, torch.Tensor]:
+    """Return copies of the tensors of a safetensors file that was read already; errors name `uri`."""
+    entries, _ = _read_header(lambda start, stop: body[start:stop], len(body), uri)
+    tensors = {}
+    for name, entry in entries.items():
+        tensors[name] = torch.empty(entry.shape, dtype=entry.dtype)
+        view_bytes(tensors[name])[...] = np.frombuffer(body, np.uint8, entry.stop - entry.start, entry.start)
+    return tensors
 
 
 class SafetensorsFile:
@@ -103,7 +127,7 @@ class SafetensorsFile:
     def __init__(self, uri: StrPath, config: StoreConfig | None = None) -> None:
         self._source = open_verified(*Store.locate(uri, config))
         self.uri = self._source.uri
-        self._entries, self.metadata = _read_header(self._source)
+        self._entries, self.metadata = _read_header(self._source.read_bytes, self._source.info.size, self.uri)
 
     def names(self) -> list[str]:
         """Return the names of the tensors in the file's order."""
@@ -141,19 +165,21 @@ def _require_plain(name: str, tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-def _read_header(source: VerifiedObject) -> tuple[dict[str, TensorEntry], dict[str, str]]:
-    size = source.info.size
-    head = source.read_bytes(0, min(size, _HEADER_GUESS_BYTES))
+def _read_header(
+    read: Callable[[int, int], bytes], size: int, uri: str
+) -> tuple[dict[str, TensorEntry], dict[str, str]]:
+    """Parse the header of a file of `size` bytes, whose bytes [start, stop) `read` returns."""
+    head = read(0, min(size, _HEADER_GUESS_BYTES))
     length = int.from_bytes(head[:8], "little")
     try:
         if size < 8 or not 2 <= length <= min(_MAX_HEADER_BYTES, size - 8):
             raise ValueError("no header")
-        text = head[8 : 8 + length] if 8 + length <= len(head) else source.read_bytes(8, 8 + length)
+        text = head[8 : 8 + length] if 8 + length <= len(head) else read(8, 8 + length)
         header = json.loads(text)
         metadata = header.pop("__metadata__", {})
         entries = {name: _parse_entry(name, fields, 8 + length, size) for name, fields in header.items()}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"not a safetensors file ({error})", uri=source.uri) from None
+        raise CheckpointError(f"not a safetensors file ({error})", uri=uri) from None
     return dict(sorted(entries.items(), key=lambda item: item[1].start)), metadata
 
 

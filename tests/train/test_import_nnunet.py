@@ -196,7 +196,6 @@ SPLINE = {"is_seg": False, "order": 3, "order_z": 1, "force_separate_z": None}
         (change_plans(resampling_fn_data_kwargs=SPLINE), "order_z 1 is not supported, only 0"),
         (change_plans(patch_size=[8, 15, 12]), "patch: 15 along y is not a multiple of 4"),
         (change_plans(spacing=None), "3d_fullres is not as nnU-Net v2 writes it .*Copy the file again"),
-        (change_plans(patch_size=[8, 16, 12.5]), "3d_fullres is not as nnU-Net v2|patch"),
         (change_network(network_class_name="my.networks.MedNeXt"), "network my.networks.MedNeXt is not one of Plain"),
         (change_network(nonlin="torch.nn.ReLU"), "layers other than Conv3d, a norm and LeakyReLU"),
         (change_network(norm_op_kwargs={"eps": 1e-3, "affine": True}), "norm_op_kwargs .* are not nnU-Net's own"),

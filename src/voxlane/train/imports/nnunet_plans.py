@@ -180,6 +180,7 @@ class _Reader:
             "strides": values["pool_op_kernel_sizes"],
             "n_conv_per_stage" if kind == "PlainConvUNet" else "n_blocks_per_stage": convs,
             "n_conv_per_stage_decoder": values["n_conv_per_stage_decoder"],
+            "norm_op_kwargs": {"affine": True},
         }
 
     def _norm(self, kwargs: dict[str, Any]) -> Literal["instance", "batch"]:

@@ -29,7 +29,7 @@ from voxlane.volume.description import Description
 from voxlane.volume.formats import open_store
 from voxlane.volume.grid import Grid, image_to_grid, mask_to_scan, outputs_to_scan, plan_grid
 from voxlane.volume.memory import available_bytes
-from voxlane.volume.plan import Plan, Triple, to_triple
+from voxlane.volume.plan import NNUNET_RECIPE, Plan, Triple, to_triple
 from voxlane.volume.scan import Scan, Spacing, strip_scan_suffix, write_mask
 from voxlane.volume.scan_checks import check_growth
 from voxlane.volume.scan_reader import read_channels
@@ -123,18 +123,29 @@ class Predictor:
                 device=self.device,
                 autocast=self._autocast,
                 result_dtype=torch.float16,
+                float16_sums=self._rounds_as_nnunet,
                 progress=step,
             )
             if len(self.networks) == 1:
                 return logits
-            mean = logits.float() if mean is None else mean.add_(logits)
+            if mean is None:
+                mean = logits if self._rounds_as_nnunet else logits.float()
+            else:
+                mean.add_(logits)
         assert mean is not None
         return mean.div_(len(self.networks)).half()
 
     @property
+    def _rounds_as_nnunet(self) -> bool:
+        """Whether logits are rounded to float16 wherever nnU-Net does, so that an imported model gives its masks."""
+        return self.plan.recipe == NNUNET_RECIPE
+
+    @property
     def _autocast(self) -> torch.dtype | None:
         if self.config.precision == "auto":
-            return torch.bfloat16 if self.device.type == "cuda" else None
+            if self.device.type != "cuda":
+                return None
+            return torch.float16 if self._rounds_as_nnunet else torch.bfloat16
         return None if self.config.precision == "float32" else getattr(torch, self.config.precision)
 
     def predict(
@@ -163,7 +174,9 @@ class Predictor:
 
     def mask_in_scan(self, outputs: torch.Tensor, grid: Grid) -> Mask:
         """Return a scan's mask from outputs on the plan's grid, resampled to the scan's grid one output at a time."""
-        channels = (outputs_to_scan(output[None].float(), grid)[0] for output in outputs)
+        dtype = torch.float16 if self._rounds_as_nnunet else torch.float32
+        separate = self.plan.resampling.separate
+        channels = (outputs_to_scan(output[None].float(), grid, separate=separate)[0].to(dtype) for output in outputs)
         best = None if self.description.regions else next(channels)
         mask = torch.zeros([side.stop - side.start for side in grid.crop], dtype=torch.uint8)
         for value, channel in zip(self.description.mask_values, channels, strict=True):

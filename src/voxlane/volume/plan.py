@@ -15,6 +15,8 @@ Voxels = Annotated[int, pydantic.Field(ge=1)]
 Norm = Literal["instance", "batch", "group"]
 MAX_FEATURES = 320
 """Largest number of channels that nnU-Net gives a 3D network."""
+NNUNET_RECIPE = "nnunet"
+"""Recipe of plans that were imported from nnU-Net."""
 
 
 @record
@@ -89,7 +91,8 @@ class Plan:
     """Everything that preparation, training and prediction must agree on."""
 
     recipe: str = "auto"
-    """auto: derived from the fingerprint, as in nnU-Net; mlperf-kits19: the constants of that benchmark."""
+    """auto: derived from the fingerprint, as in nnU-Net; mlperf-kits19: the constants of that benchmark; nnunet:
+    imported from nnU-Net, whose rounding prediction reproduces."""
     spacing: tuple[Millimetres, Millimetres, Millimetres]
     """Millimetres between voxels (z, y, x) after resampling."""
     normalisation: tuple[Normalisation, ...]

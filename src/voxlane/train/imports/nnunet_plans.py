@@ -17,7 +17,7 @@ from voxlane.errors import ConfigError, ImportedModelError
 from voxlane.model.networks import SLOPE, check_patch
 from voxlane.volume.dataset_layouts import parse_nnunet_description
 from voxlane.volume.description import Description
-from voxlane.volume.plan import Network, Normalisation, Plan, Resampling, Triple, to_triple
+from voxlane.volume.plan import NNUNET_RECIPE, Network, Normalisation, Plan, Resampling, Triple, to_triple
 
 ELSEWHERE = "Predict with nnU-Net itself"
 _NETWORKS: dict[str, Literal["unet", "residual"]] = {"PlainConvUNet": "unet", "ResidualEncoderUNet": "residual"}
@@ -106,7 +106,7 @@ class _Reader:
         check_patch(network, patch)
         z, y, x = (float(values["spacing"][axis]) for axis in self.order)
         plan = Plan(
-            recipe="nnunet",
+            recipe=NNUNET_RECIPE,
             spacing=(z, y, x),
             normalisation=self._normalisation(),
             patch=patch,

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import os
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import nibabel
+import numpy as np
 import pytest
 import torch
 
@@ -22,6 +26,7 @@ from tests.train.nnunet_folders import (
     make_plans,
     write_results,
 )
+from voxlane.cli.main import main
 from voxlane.errors import ConfigError, ImportedModelError, MismatchError, UnsafeError, VoxlaneError
 from voxlane.model.networks import build
 from voxlane.train.imports.nnunet_folder import NnunetFolder, NnunetModel, parse_folds
@@ -280,9 +285,7 @@ def test_folders_that_are_not_complete(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["MyTrainer", "nnUNetTrainerMedNeXt", "nnUNetTrainerBN", "nnUNetTrainer_custom"])
 def test_custom_trainers(name: str, tmp_path: Path) -> None:
     folder = write_results(tmp_path / "m", trainer_name=name)
-    with pytest.raises(
-        ImportedModelError, match=f"trained by {name}, .* only the training, give --trust"
-    ):
+    with pytest.raises(ImportedModelError, match=f"trained by {name}, .* only the training, give --trust"):
         read(folder)
     assert len(read(folder, trust_trainer=True).facts.members) == 1
 
@@ -317,3 +320,24 @@ def test_standard_trainers_of_the_installed_nnunet(tmp_path: Path) -> None:
     refused = {name for name in names if not _STANDARD_TRAINER.fullmatch(name)}
     others = {name for name in refused if "Primus" not in name}
     assert others == {"nnUNetTrainerBN", "nnUNet_Trainer_BS8"}
+
+
+# -- nnU-Net itself ----------------------------------------------------------------------------------------------------
+
+
+def test_masks_equal_those_of_nnunet(tmp_path: Path) -> None:
+    """nnU-Net is trained for a few steps, imported, and both segment scans with axes of all kinds."""
+    pytest.importorskip("nnunetv2")
+    peer = [sys.executable, "-m", "tests.train.nnunet_peer", str(tmp_path)]
+    done = subprocess.run(peer, capture_output=True, text=True, check=False, cwd=Path(__file__).parents[2])
+    assert done.returncode == 0, done.stderr[-2000:]
+    scans = sorted((tmp_path / "scans").iterdir())
+    for name in ("plain", "residual"):
+        model, out = tmp_path / "models" / name, tmp_path / "ours" / name
+        assert main(["import", str(tmp_path / "results" / name), str(model)]) == 0
+        assert main(["predict", str(model), *map(str, scans), "-o", str(out), "--no-progress"]) == 0
+        for scan in scans:
+            expected = np.load(tmp_path / "masks" / name / f"{scan.name.partition('.')[0]}.npy")
+            actual = np.asarray(nibabel.load(out / scan.name).dataobj).transpose()
+            assert len(np.unique(expected)) > 1, "nnU-Net found something"
+            assert (actual == expected).mean() >= 0.9999

@@ -27,6 +27,7 @@ from voxlane.train.run import Run, TrainedRun
 from voxlane.volume.case_checks import count_values
 from voxlane.volume.description import Description
 from voxlane.volume.formats import open_store
+from voxlane.volume.geometry import Geometry
 from voxlane.volume.grid import Grid, image_to_grid, mask_to_scan, outputs_to_scan, plan_grid
 from voxlane.volume.memory import available_bytes
 from voxlane.volume.plan import NNUNET_RECIPE, Plan, Triple, to_triple
@@ -153,10 +154,29 @@ class Predictor:
         image: npt.NDArray[Any],
         spacing: tuple[float, float, float],
         *,
+        geometry: Geometry | None = None,
         uri: str = "",
         progress: Callable[[int, int], None] | None = None,
     ) -> Mask:
-        """Return the mask (Z, Y, X) of a scan (C, Z, Y, X) in its own canonical grid."""
+        """Return the mask (Z, Y, X) of a scan (C, Z, Y, X) in its own canonical grid.
+
+        geometry: the scan's, which models need that see scans along the axes of their files.
+        """
+        if self.plan.axes == "stored":
+            if geometry is None:
+                raise ConfigError("geometry: this model needs it, to see scans along the axes of their files")
+            stored = np.ascontiguousarray(geometry.to_stored(image))
+            return geometry.from_stored(self._predict(stored, geometry.stored_spacing, uri, progress))
+        return self._predict(image, spacing, uri, progress)
+
+    def _predict(
+        self,
+        image: npt.NDArray[Any],
+        spacing: tuple[float, float, float],
+        uri: str,
+        progress: Callable[[int, int], None] | None,
+    ) -> Mask:
+        """Return the mask (Z, Y, X) of a scan (C, Z, Y, X) along the same axes."""
         channels = self.description.channels
         if len(image) != len(channels):
             raise ScanError(
@@ -306,7 +326,8 @@ def predict(
             bar.total = total
             bar.update(done - bar.n)
 
-        mask = predictor.predict(scan.image, scan.geometry.spacing, uri=job.scan, progress=step)
+        geometry = scan.geometry
+        mask = predictor.predict(scan.image, geometry.spacing, geometry=geometry, uri=job.scan, progress=step)
     description = predictor.description
     write_mask(job.mask, mask, scan.geometry, dtype=mask_dtype(scan.dtype, description), config=config)
     voxel_ml = float(np.prod(scan.geometry.spacing)) / 1000

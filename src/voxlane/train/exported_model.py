@@ -37,6 +37,7 @@ from voxlane.store import StoreConfig
 from voxlane.train.model_card import format_card
 from voxlane.train.model_facts import FileEntry, Member, ModelFacts
 from voxlane.train.model_files import MODEL_JSON, ModelReader, ModelWriter, damaged_error
+from voxlane.volume.description import Description
 
 FORMAT = "voxlane-model"
 VERSION = 1
@@ -66,17 +67,8 @@ class ExportedModel:
 
     def build_network(self, member: Member) -> nn.Module:
         """Return a network with its weights, on the CPU, in evaluation mode."""
-        description = self.facts.description
-        network = build(member.network, len(description.channels), description.outputs, deep_supervision=False)
-        try:
-            network.load_state_dict(self.load_weights(member))
-        except RuntimeError:
-            raise MismatchError(
-                f"the weights do not match the network {member.name} in {MODEL_JSON}",
-                uri=self.reader.file_uri(member.weights_file),
-                fix="Export the model again",
-            ) from None
-        return network.eval()
+        uri = self.reader.file_uri(member.weights_file)
+        return build_with_weights(member, self.facts.description, self.load_weights(member), uri)
 
     def read_file(self, name: str) -> bytes:
         """Return the content of a file of the model, after comparing it with its checksum."""
@@ -89,6 +81,26 @@ class ExportedModel:
         if hashlib.sha256(body).hexdigest() != entry.sha256:
             raise damaged_error(self.reader.file_uri(name), f"its SHA-256 differs from the one in {MODEL_JSON}")
         return body
+
+
+def build_with_weights(
+    member: Member, description: Description, weights: Mapping[str, Tensor], uri: str = "", *, fused: bool = True
+) -> nn.Module:
+    """Return a member's network with these weights, on the CPU, in evaluation mode; errors name `uri`.
+
+    fused: use our kernels where supported.
+    """
+    channels, outputs = len(description.channels), description.outputs
+    network = build(member.network, channels, outputs, deep_supervision=False, fused=fused)
+    try:
+        network.load_state_dict(dict(weights))
+    except RuntimeError:
+        raise MismatchError(
+            f"the weights do not match the network {member.name} in {MODEL_JSON}",
+            uri=uri,
+            fix="Copy the model again from its source, or export it again",
+        ) from None
+    return network.eval()
 
 
 def save_model(

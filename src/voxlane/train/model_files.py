@@ -1,7 +1,7 @@
 """The files of an exported model, in a folder or bucket prefix, or in one uncompressed .zip file.
 
-Writers publish the file that is added last, `model.json`, only when all others are complete; a .zip file appears as a
-whole. Readers read single files of either by ranges, so that nothing else of a .zip file is fetched.
+Writers publish the file that describes the model, `model.json`, only when all others are complete; a .zip file appears
+as a whole. Readers read single files of either by ranges, so that nothing else of a .zip file is fetched.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import io
+import os
 import zipfile
 from collections.abc import Iterable
 from typing import Any
@@ -23,22 +24,26 @@ ZIP_SUFFIX = ".zip"
 """Models at URIs that end in this are one file; all others are folders."""
 MODEL_JSON = "model.json"
 """Name of the file that describes the model and lists all others."""
+_COPY_BYTES = 8 << 20
+"""Bytes of a local file that are copied at a time."""
 _FIRST_DATE = (1980, 1, 1, 0, 0, 0)
 """Date of all files in a .zip file, so that the same model gives the same bytes."""
 
 
 class ModelWriter:
-    """Writes the files of one model. Leaving `with` without an exception publishes a .zip file."""
+    """Writes the files of one model, that named `description` last. Leaving `with` without an exception publishes a
+    .zip file."""
 
-    def __init__(self, uri: str, config: StoreConfig | None = None) -> None:
+    def __init__(self, uri: str, config: StoreConfig | None = None, *, description: str = MODEL_JSON) -> None:
         self._store, self._key = Store.locate(uri, config)
+        self._description = description
         self.uri = uri
         self._is_zip = uri.endswith(ZIP_SUFFIX)
         self._stack = contextlib.ExitStack()
         self._zip: zipfile.ZipFile | None = None
 
     def __enter__(self) -> ModelWriter:
-        key = self._key if self._is_zip else as_prefix(self._key) + MODEL_JSON
+        key = self._key if self._is_zip else as_prefix(self._key) + self._description
         if self._store.exists(key):
             raise self._exists_error()
         self._store.check_writable(key)
@@ -60,13 +65,18 @@ class ModelWriter:
                 size += memoryview(chunk).nbytes
         return FileEntry(size_bytes=size, sha256=digest.hexdigest())
 
+    def copy_file(self, name: str, path: str) -> FileEntry:
+        """Write a file with the content of a local file."""
+        with open(path, "rb") as file:
+            return self.write(name, iter(lambda: file.read(_COPY_BYTES), b""), os.path.getsize(path))
+
     def finish(self, description: bytes) -> None:
-        """Write model.json, with which the model is complete."""
+        """Write the file that describes the model, with which it is complete."""
         if self._zip is not None:
-            self.write(MODEL_JSON, [description])
+            self.write(self._description, [description])
             return
         try:
-            self._store.put(as_prefix(self._key) + MODEL_JSON, description, if_absent=True)
+            self._store.put(as_prefix(self._key) + self._description, description, if_absent=True)
         except AlreadyExistsError:
             raise self._exists_error() from None
 

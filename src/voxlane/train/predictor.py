@@ -1,4 +1,7 @@
-"""Apply trained networks, of one run or of several folds together, to whole scans, and write masks of new scans."""
+"""Apply trained networks, of one run or of several folds together, to whole scans, and write masks of new scans.
+
+Nothing here needs more than the base install: exported models are used on machines that train nothing.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -24,6 +27,7 @@ from voxlane.store import StoreConfig
 from voxlane.store.bucket import ignore_missing_object
 from voxlane.train.config import resolve_network
 from voxlane.train.run import Run, TrainedRun
+from voxlane.train.scan_inputs import ScanInput, parse_scan
 from voxlane.volume.case_checks import count_values
 from voxlane.volume.description import Description
 from voxlane.volume.formats import open_store
@@ -43,12 +47,14 @@ class PredictConfig:
     """The config of prediction."""
 
     checkpoint: Literal["last", "best"] = "last"
-    """Checkpoint of the run to use. best: the one with the highest Dice in the validations while training; those used
-    the same held-out cases, so its scores are too high. Without held-out cases, best means last."""
+    """Checkpoint of a run to use; an exported model has only one. best: the one with the highest Dice in the
+    validations while training; those used the same held-out cases, so its scores are too high. Without held-out cases,
+    best means last."""
     overlap: float = pydantic.Field(default=0.5, ge=0, lt=1)
     """Fraction of a window that the next window overlaps."""
-    mirror: bool = False
-    """Average the predictions of all mirror images: eight times the work for slightly better accuracy."""
+    mirror: bool | None = None
+    """Average the predictions of all mirror images: eight times the work for slightly better accuracy. null: as nnU-Net
+    does, models that were imported from it mirror along the axes they were trained with; others do not."""
     window_batch: int = pydantic.Field(default=4, ge=1)
     """Number of windows predicted at once."""
     accelerator: Literal["auto", "cpu", "gpu"] = "auto"
@@ -75,14 +81,14 @@ class Predictor:
     patch: Triple
     device: torch.device
     config: PredictConfig
+    mirror_axes: tuple[int, ...] = (0, 1, 2)
+    """Axes (z, y, x) to mirror along."""
 
     @classmethod
     def load(cls, runs: Sequence[Run], config: PredictConfig | None = None) -> Predictor:
         """Load the networks of `runs`, with the weights that `config.checkpoint` names."""
         config = config or PredictConfig()
-        if config.accelerator == "gpu" and not torch.cuda.is_available():
-            raise ConfigError("accelerator: torch finds no GPU on this machine", fix="Leave it out to use the CPU")
-        device = torch.device("cuda" if config.accelerator != "cpu" and torch.cuda.is_available() else "cpu")
+        device = choose_device(config)
         trained_runs = [TrainedRun.load(run) for run in runs]
         first = trained_runs[0]
         for run, trained in zip(runs, trained_runs, strict=True):
@@ -98,11 +104,9 @@ class Predictor:
                         fix="Combine only runs with the same prepared dataset and config",
                     )
         networks = [
-            _load_network(run, trained, config).to(device) for run, trained in zip(runs, trained_runs, strict=True)
+            place_network(_load_network(run, trained, config), device)
+            for run, trained in zip(runs, trained_runs, strict=True)
         ]
-        if device.type == "cuda":
-            for network in networks:
-                network.to(memory_format=torch.channels_last_3d)  # type: ignore[call-overload]
         return cls(networks, first.plan, first.description, first.patch, device, config)
 
     def predict_outputs(self, image: torch.Tensor, progress: Callable[[int, int], None] | None = None) -> torch.Tensor:
@@ -120,7 +124,7 @@ class Predictor:
                 self.patch,
                 overlap=self.config.overlap,
                 batch=self.config.window_batch,
-                mirror_axes=(0, 1, 2) if self.config.mirror else (),
+                mirror_axes=self.mirror_axes if self._mirrors else (),
                 device=self.device,
                 autocast=self._autocast,
                 result_dtype=torch.float16,
@@ -140,6 +144,10 @@ class Predictor:
     def _rounds_as_nnunet(self) -> bool:
         """Whether logits are rounded to float16 wherever nnU-Net does, so that an imported model gives its masks."""
         return self.plan.recipe == NNUNET_RECIPE
+
+    @property
+    def _mirrors(self) -> bool:
+        return self.plan.recipe == NNUNET_RECIPE if self.config.mirror is None else self.config.mirror
 
     @property
     def _autocast(self) -> torch.dtype | None:
@@ -162,21 +170,46 @@ class Predictor:
 
         geometry: the scan's, which models need that see scans along the axes of their files.
         """
-        if self.plan.axes == "stored":
-            if geometry is None:
-                raise ConfigError("geometry: this model needs it, to see scans along the axes of their files")
-            stored = np.ascontiguousarray(geometry.to_stored(image))
-            return geometry.from_stored(self._predict(stored, geometry.stored_spacing, uri, progress))
-        return self._predict(image, spacing, uri, progress)
+        mask = self.mask_in_scan(*self._predict_on_grid(image, spacing, geometry, uri, progress))
+        return geometry.from_stored(mask) if geometry is not None and self.plan.axes == "stored" else mask
 
-    def _predict(
+    def predict_probabilities(
         self,
         image: npt.NDArray[Any],
         spacing: tuple[float, float, float],
+        *,
+        geometry: Geometry | None = None,
+        uri: str = "",
+        progress: Callable[[int, int], None] | None = None,
+    ) -> torch.Tensor:
+        """Return the probability (K, Z, Y, X) of each output, float32, in the scan's own canonical grid; outside of the
+        scan's nonzero part all is background. Memory: twice the result."""
+        outputs, grid = self._predict_on_grid(image, spacing, geometry, uri, progress)
+        logits = outputs_to_scan(outputs.float(), grid, separate=self.plan.resampling.separate)
+        result = torch.zeros((len(logits), *grid.scan_shape))
+        if self.description.regions:
+            torch.sigmoid(logits, out=logits)
+        else:
+            result[0] = 1
+            logits = logits.softmax(0)
+        result[(slice(None), *grid.crop)] = logits
+        if geometry is not None and self.plan.axes == "stored":
+            result = torch.from_numpy(np.ascontiguousarray(geometry.from_stored(result.numpy())))
+        return result
+
+    def _predict_on_grid(
+        self,
+        image: npt.NDArray[Any],
+        spacing: tuple[float, float, float],
+        geometry: Geometry | None,
         uri: str,
         progress: Callable[[int, int], None] | None,
-    ) -> Mask:
-        """Return the mask (Z, Y, X) of a scan (C, Z, Y, X) along the same axes."""
+    ) -> tuple[torch.Tensor, Grid]:
+        """Return the mean logits of a scan (C, Z, Y, X) on the plan's grid, and that grid."""
+        if self.plan.axes == "stored":
+            if geometry is None:
+                raise ConfigError("geometry: this model needs it, to see scans along the axes of their files")
+            image, spacing = np.ascontiguousarray(geometry.to_stored(image)), geometry.stored_spacing
         channels = self.description.channels
         if len(image) != len(channels):
             raise ScanError(
@@ -189,8 +222,7 @@ class Predictor:
         crop_shape = to_triple(stop - start for start, stop in zip(grid.crop_start, grid.crop_stop, strict=True))
         if text := check_growth(crop_shape, grid.shape, spacing, len(channels), available_bytes()):
             raise ScanError(text, uri=uri, fix="Check the spacing in its header")
-        outputs = self.predict_outputs(torch.from_numpy(image_to_grid(image, grid, self.plan)), progress)
-        return self.mask_in_scan(outputs, grid)
+        return self.predict_outputs(torch.from_numpy(image_to_grid(image, grid, self.plan)), progress), grid
 
     def mask_in_scan(self, outputs: torch.Tensor, grid: Grid) -> Mask:
         """Return a scan's mask from outputs on the plan's grid, resampled to the scan's grid one output at a time."""
@@ -204,6 +236,21 @@ class Predictor:
             if best is not None:
                 torch.maximum(best, channel, out=best)
         return mask_to_scan(mask.numpy(), grid)
+
+
+def choose_device(config: PredictConfig) -> torch.device:
+    """Return the device that `config.accelerator` chooses."""
+    if config.accelerator == "gpu" and not torch.cuda.is_available():
+        raise ConfigError("accelerator: torch finds no GPU on this machine", fix="Leave it out to use the CPU")
+    return torch.device("cuda" if config.accelerator != "cpu" and torch.cuda.is_available() else "cpu")
+
+
+def place_network(network: torch.nn.Module, device: torch.device) -> torch.nn.Module:
+    """Move a network to the device, in the memory format that is fast there."""
+    network = network.to(device)
+    if device.type == "cuda":
+        network.to(memory_format=torch.channels_last_3d)  # type: ignore[call-overload]
+    return network
 
 
 def _load_network(run: Run, trained: TrainedRun, config: PredictConfig) -> torch.nn.Module:
@@ -265,7 +312,7 @@ class Prediction:
     """What is suspicious about the scan."""
 
 
-def plan_predictions(scans: Sequence[str], out: str) -> list[PredictionJob]:
+def plan_predictions(scans: Sequence[str | ScanInput], out: str) -> list[PredictionJob]:
     """Return the files to read and write, without reading a scan. Masks go below `out`, as NAME.nii.gz.
 
     A scan is a NIfTI or .npy file, a folder of one DICOM series, or, for a model with several channels, one file per
@@ -273,18 +320,13 @@ def plan_predictions(scans: Sequence[str], out: str) -> list[PredictionJob]:
     """
     folder = str(uris.parse(out)).rstrip("/")
     jobs: dict[str, PredictionJob] = {}
-    for scan in scans:
-        parts = [part.strip() for part in scan.split(",")]
-        if not all(parts) or not uris.parse(parts[0]).key.strip("/"):
-            raise ConfigError(
-                f"{scan!r} does not name a scan", fix="Give a file or folder, or one file per channel: a,b,c"
-            )
-        files = tuple(str(uris.parse(part)) for part in parts)
-        name = strip_scan_suffix(files[0])
-        job = PredictionJob(scan, files, f"{folder}/{name}.nii.gz")
+    for each in scans:
+        scan = parse_scan(each) if isinstance(each, str) else each
+        job = PredictionJob(scan.scan, scan.files, f"{folder}/{scan.name}.nii.gz")
         if job.mask in jobs:
             raise ConfigError(
-                f"{jobs[job.mask].scan} and {scan} would both write {name}.nii.gz", fix="Predict them into two folders"
+                f"{jobs[job.mask].scan} and {scan.scan} would both write {scan.name}.nii.gz",
+                fix="Predict them into two folders",
             )
         jobs[job.mask] = job
     masks = {_resolve_links(job.mask) for job in jobs.values()}
@@ -301,8 +343,27 @@ def _resolve_links(uri: str) -> str:
     return os.path.realpath(f"/{parsed.key}") if parsed.scheme == "file" else uri
 
 
+class ScanPredictor(Protocol):
+    """Whatever segments scans: the networks of runs, or an exported model."""
+
+    @property
+    def description(self) -> Description:
+        """Channels and labels."""
+
+    def predict(
+        self,
+        image: npt.NDArray[Any],
+        spacing: tuple[float, float, float],
+        *,
+        geometry: Geometry | None = None,
+        uri: str = "",
+        progress: Callable[[int, int], None] | None = None,
+    ) -> Mask:
+        """Return the mask (Z, Y, X) of a scan (C, Z, Y, X) in its own canonical grid."""
+
+
 def predict(
-    predictor: Predictor,
+    predictor: ScanPredictor,
     job: PredictionJob,
     config: StoreConfig | None = None,
     *,
@@ -336,6 +397,24 @@ def predict(
     volumes = {target: float(counts[list(values)].sum()) * voxel_ml for target, values in members}
     warnings = tuple(remark.detail for remark in scan.remarks)
     return Prediction(job.scan, job.mask, volumes, time.perf_counter() - started_at, warnings)
+
+
+class RemainingTime:
+    """Estimates how long the rest of many scans takes, from the mean time of those that are done."""
+
+    def __init__(self, total: int) -> None:
+        self.total, self.done = total, 0
+        self._started_at = time.perf_counter()
+
+    def finish_one(self) -> str:
+        """Count a scan; return text such as "; 3 of 120, 8 min left", empty if there is only one scan."""
+        self.done += 1
+        if self.total == 1:
+            return ""
+        left = self.total - self.done
+        minutes = (time.perf_counter() - self._started_at) / self.done * left / 60
+        estimate = f", {minutes:.0f} min left" if minutes >= 1 else ", less than a minute left" if left else ""
+        return f"; {self.done} of {self.total}{estimate}"
 
 
 def mask_dtype(scan_dtype: np.dtype[Any], description: Description) -> np.dtype[Any]:

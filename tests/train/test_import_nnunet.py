@@ -29,8 +29,11 @@ from tests.train.nnunet_folders import (
 from voxlane.cli.main import main
 from voxlane.errors import ConfigError, ImportedModelError, MismatchError, UnsafeError, VoxlaneError
 from voxlane.model.networks import build
+from voxlane.train.ensemble import ModelPredictor
+from voxlane.train.exported_model import load_model
 from voxlane.train.imports.nnunet_folder import NnunetFolder, NnunetModel, parse_folds
 from voxlane.train.imports.nnunet_plans import read_configuration, read_description
+from voxlane.train.predictor import plan_predictions, predict
 from voxlane.volume.plan import Normalisation, Resampling
 
 Plans = dict[str, Any]
@@ -40,7 +43,7 @@ def read(folder: Path, **options: Any) -> NnunetModel:
     return NnunetModel.read(NnunetFolder(str(folder), **options))
 
 
-def predict(model: NnunetModel, index: int, image: torch.Tensor) -> torch.Tensor:
+def predict_logits(model: NnunetModel, index: int, image: torch.Tensor) -> torch.Tensor:
     """Return the logits of an imported network."""
     member = model.facts.members[index]
     description = model.facts.description
@@ -63,7 +66,7 @@ def test_network_equals_nnunets(residual: bool, order: tuple[int, int, int], tmp
     for index in (0, 1):
         with torch.no_grad():
             expected = ReferenceNetwork(residual, seed=index).eval()(image)
-        logits = predict(model, index, image.permute(0, 1, *(2 + axis for axis in back)))
+        logits = predict_logits(model, index, image.permute(0, 1, *(2 + axis for axis in back)))
         torch.testing.assert_close(logits.permute(0, 1, *(2 + axis for axis in order)), expected)
 
 
@@ -245,7 +248,7 @@ def test_names_of_compiled_and_parallel_networks(tmp_path: Path) -> None:
     model = read(write_results(tmp_path / "m", network_weights=wrapped))
     image = torch.randn(1, 1, *PATCH)
     with torch.no_grad():
-        torch.testing.assert_close(predict(model, 0, image), ReferenceNetwork(False).eval()(image))
+        torch.testing.assert_close(predict_logits(model, 0, image), ReferenceNetwork(False).eval()(image))
 
 
 def test_folds(tmp_path: Path) -> None:
@@ -333,11 +336,13 @@ def test_masks_equal_those_of_nnunet(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr[-2000:]
     scans = sorted((tmp_path / "scans").iterdir())
     for name in ("plain", "residual"):
-        model, out = tmp_path / "models" / name, tmp_path / "ours" / name
-        assert main(["import", str(tmp_path / "results" / name), str(model)]) == 0
-        assert main(["predict", str(model), *map(str, scans), "-o", str(out), "--no-progress"]) == 0
-        for scan in scans:
-            expected = np.load(tmp_path / "masks" / name / f"{scan.name.partition('.')[0]}.npy")
-            actual = np.asarray(nibabel.load(out / scan.name).dataobj).transpose()
+        model = str(tmp_path / "models" / f"{name}.zip")
+        assert main(["import", str(tmp_path / "results" / name), model]) == 0
+        predictor = ModelPredictor.load(load_model(model))
+        for job in plan_predictions([str(scan) for scan in scans], str(tmp_path / "ours" / name)):
+            predict(predictor, job, progress=False)
+            stem = Path(job.mask).name.removesuffix(".nii.gz")
+            expected = np.load(tmp_path / "masks" / name / f"{stem}.npy")
+            actual = np.asarray(nibabel.load(job.mask).dataobj).transpose()
             assert len(np.unique(expected)) > 1, "nnU-Net found something"
             assert (actual == expected).mean() >= 0.9999

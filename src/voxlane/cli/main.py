@@ -24,7 +24,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "train": ("segmentation", "Train a segmentation network on a prepared dataset"),
     "evaluate": ("segmentation", "Score a run on the cases it did not train on"),
     "predict": ("segmentation", "Segment new scans"),
-    "import": ("import_model", "Turn a model of nnU-Net into a model of voxlane"),
+    "import": ("import_model", "Turn a model or a preprocessed dataset of nnU-Net into one of voxlane"),
     "report": ("segmentation", "Write one page about a run: curves, scores, overlays, timing"),
     "tune": ("segmentation", "Search for the best config with many training runs at once"),
     "stage": ("stage", "Copy a dataset to this machine's own disk"),

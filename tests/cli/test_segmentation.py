@@ -193,7 +193,7 @@ def test_one_bad_scan_does_not_stop_the_others(root: Path, scan: str, call: Any,
     lines = err.splitlines()
     assert "none.nii.gz" in lines[0]
     assert "not a NIfTI file" in lines[1]
-    assert lines[2] == "voxlane: 2 of 3 scans could not be segmented"
+    assert lines[2] == f"voxlane: 2 of 3 scans could not be segmented: {words[0]}, {words[2]}"
 
 
 BAD = [

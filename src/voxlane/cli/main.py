@@ -23,7 +23,8 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "check": ("segmentation", "Check scans and labels without preparing them"),
     "train": ("segmentation", "Train a segmentation network on a prepared dataset"),
     "evaluate": ("segmentation", "Score a run on the cases it did not train on"),
-    "predict": ("segmentation", "Segment new scans"),
+    "predict": ("models", "Segment new scans"),
+    "export": ("models", "Write a trained model that needs neither its run nor its dataset"),
     "import": ("import_model", "Turn a model or a preprocessed dataset of nnU-Net into one of voxlane"),
     "report": ("segmentation", "Write one page about a run: curves, scores, overlays, timing"),
     "tune": ("segmentation", "Search for the best config with many training runs at once"),
@@ -96,6 +97,7 @@ Examples:
   voxlane tune space.yaml gs://my-bucket/kits19-prepared --run gs://my-bucket/search1
   voxlane evaluate gs://my-bucket/run1 && voxlane report gs://my-bucket/run1
   voxlane predict gs://my-bucket/run1 scan.nii.gz -o masks
+  voxlane export gs://my-bucket/run1 gs://my-bucket/model  all that predict needs, without the run and the dataset
   voxlane slurm submit --nodes 2 --gpus-per-node 4 -- train gs://my-bucket/kits19-prepared --run gs://my-bucket/run2
   voxlane app init kits19 && voxlane app deploy kits19     the same on Kubernetes; see voxlane app --help
   voxlane tensorboard gs://my-bucket/run1                  curves and images in a browser

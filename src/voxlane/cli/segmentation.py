@@ -1,5 +1,4 @@
-"""`voxlane prepare`, `check`, `train`, `tune`, `evaluate`, `predict`, `report` and `tensorboard`: from scans to a model
-and its masks."""
+"""`voxlane prepare`, `check`, `train`, `tune`, `evaluate`, `report` and `tensorboard`: from scans to a model."""
 
 from __future__ import annotations
 
@@ -23,10 +22,8 @@ from voxlane.cli.config_options import (
 )
 from voxlane.cli.signals import interrupted_by, open_in_browser, print_note
 from voxlane.errors import (
-    BucketNotFoundError,
     ConfigError,
     CredentialsError,
-    NotFoundError,
     PermissionDeniedError,
     ScanError,
     VoxlaneError,
@@ -35,10 +32,7 @@ from voxlane.settings import ARGUMENT, OVERRIDES, Flag, PathOrUri, build, read_f
 from voxlane.sizes import format_bytes, format_plural
 
 if TYPE_CHECKING:
-    from voxlane.store import StoreConfig
-    from voxlane.train.predictor import PredictionJob, Predictor
     from voxlane.volume.prepared_dataset import Prepared
-    from voxlane.volume.scan_reader import ScanReader
 
 _Record = TypeVar("_Record")
 
@@ -521,70 +515,6 @@ class EvaluateCommand(FieldsFileOptions, ConfiguredOptions):
         print(f"cases, masks and overlays: {result.folder_uri}")
         if out.exists or self.out is None:
             print(f"next: voxlane report {self.out or uris[0]}")
-
-
-# -- predict -----------------------------------------------------------------------------------------------------------
-
-
-@record
-class PredictCommand(FieldsFileOptions, ConfiguredOptions):
-    """Segment new scans.
-
-    Segment scans with RUN's network, or with those of all its folds together, and write each mask as NIfTI in the
-    scan's own grid. A SCAN is a NIfTI or .npy file, a folder with one DICOM series, or one file per channel, separated
-    by commas. The mask of a .npy file has the spacing that the dataset was prepared with (description.spacing).
-
-    Examples:
-      voxlane predict runs/first scan.nii.gz -o masks
-      voxlane predict gs://work/runs/cv dicom/patient1 -o gs://work/masks mirror=true
-      voxlane predict runs/brats flair.nii.gz,t1.nii.gz,t1ce.nii.gz,t2.nii.gz -o masks
-    """
-
-    config_class: ClassVar[str] = "voxlane.train.predictor:PredictConfig"
-
-    run: Annotated[PathOrUri, ARGUMENT]
-    """URI or folder of the run, or of the runs of all folds."""
-    scans: Annotated[tuple[PathOrUri, ...], Flag(positional=True, metavar="SCAN")]
-    """Scans to segment."""
-    out: Annotated[PathOrUri, Flag("-o")]
-    """URI or folder for the masks."""
-
-    def _run(self) -> None:
-        from voxlane.train.predictor import PredictConfig, Predictor, plan_predictions
-        from voxlane.train.run import find_runs
-        from voxlane.volume.scan_reader import ScanReader
-
-        values, store_config = self.load(self.overrides)
-        config = build(PredictConfig, values)
-        jobs = plan_predictions(self.scans, self.out)
-        with ScanReader(config.scan_timeout_s) as reader:
-            predictor = Predictor.load(find_runs(self.run, store_config), config)
-            failed = self._predict_all(predictor, jobs, store_config, reader)
-        if failed:
-            raise ScanError(f"{failed} of {len(jobs)} scans could not be segmented")
-
-    def _predict_all(
-        self, predictor: Predictor, jobs: list[PredictionJob], store_config: StoreConfig | None, reader: ScanReader
-    ) -> int:
-        """Predict all scans and return how many failed; raise the error of a single scan."""
-        from voxlane.train.predictor import predict
-
-        failed = 0
-        for job in jobs:
-            try:
-                result = predict(predictor, job, store_config, progress=self.progress, read=reader.read)
-            except (ScanError, NotFoundError) as error:
-                if len(jobs) == 1 or isinstance(error, BucketNotFoundError):
-                    raise
-                # One bad scan of many must not cost the others their masks.
-                print(f"voxlane: {error}", file=sys.stderr)
-                failed += 1
-                continue
-            for warning in result.warnings:
-                print(f"warning: {warning}", file=sys.stderr)
-            volumes = ", ".join(f"{name} {ml:.1f} ml" for name, ml in result.volumes_ml.items())
-            print(f"{result.mask}  {volumes}  ({result.seconds:.1f} s)", flush=True)
-        return failed
 
 
 # -- report ------------------------------------------------------------------------------------------------------------

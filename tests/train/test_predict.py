@@ -414,7 +414,7 @@ class LowSide(Bright):
 @pytest.mark.parametrize("axes", ["RAS", "LPS", "SAR"])
 def test_models_that_see_the_axes_of_files(axes: str, tmp_path: Path) -> None:
     affine = grid(axes)[1]
-    image = np.ones((16, 16, 16))
+    image = np.arange(16**3).reshape(16, 16, 16) % 7 + 1
     plain = predictor(LowSide(), spacing=(1.0, 1.0, 1.0))
     stored = dataclasses.replace(plain, plan=dataclasses.replace(plain.plan, axes="stored"))
     affine[:3, :3] /= np.linalg.norm(affine[:3, :3], axis=0)  # 1 mm, so that nothing is resampled

@@ -113,7 +113,7 @@ class UNet(nn.Module):
         self.apply(init_weights)
         for module in self.modules():
             if isinstance(module, ResidualBlock):
-                nn.init.zeros_(module.second[1].weight)  # each block starts as its skip connection, as in nnU-Net
+                module.close()
         self.register_load_state_dict_pre_hook(drop_missing_heads)  # type: ignore[no-untyped-call]
 
     def forward(self, x_BCDHW: Tensor) -> Tensor | list[Tensor]:  # noqa: N803
@@ -205,6 +205,12 @@ class ResidualBlock(nn.Module):
         self.pool = nn.AvgPool3d(stride, stride) if stride != one else nn.Identity()
         projected = before != after
         self.skip = stage(before, kernel=one, stride=one, bias=False, slope=_NO_ACTIVATION) if projected else None
+
+    def close(self) -> None:
+        """Let the block start as its skip connection, as in nnU-Net."""
+        scale = self.second[1].weight
+        assert isinstance(scale, Tensor)
+        nn.init.zeros_(scale)
 
     def forward(self, x_BCDHW: Tensor) -> Tensor:  # noqa: N803
         """Return the block's output."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal
@@ -206,12 +206,6 @@ def _convert(
     content: Mapping[str, Any], configuration: NnunetConfiguration, description: Description, uri: str
 ) -> dict[str, Tensor]:
     channels, outputs = len(description.channels), description.outputs
-    weights: Sequence[Any] = content["network_weights"]
     return convert_weights(
-        weights,
-        configuration.plan.network,
-        channels,
-        outputs,
-        configuration.axis_order,
-        uri,  # type: ignore[arg-type]
+        content["network_weights"], configuration.plan.network, channels, outputs, configuration.axis_order, uri
     )

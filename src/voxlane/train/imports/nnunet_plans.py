@@ -233,7 +233,7 @@ class _Reader:
             raise self._unsupported(f"resampling_fn_{kind} {name} with {kwargs} is not supported")
         if separate is None and name == _SPLINES and int(kwargs.get("order_z", 0)) != 0:
             raise self._unsupported(f"resampling_fn_{kind}: order_z {kwargs['order_z']} is not supported, only 0")
-        return Resampling(order=order, separate=separate is None)
+        return settings.build(Resampling, {"order": order, "separate": separate is None})
 
     def _unsupported(self, problem: str, fix: str = ELSEWHERE) -> ImportedModelError:
         return ImportedModelError(f"configuration {self.name}: {problem}", uri=self.uri, fix=fix)

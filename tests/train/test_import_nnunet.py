@@ -77,11 +77,11 @@ def test_reference_network_is_nnunets(residual: bool) -> None:
     arguments = make_plans(residual)["configurations"]["3d_fullres"]["architecture"]["arch_kwargs"]
     arguments |= {"conv_op": torch.nn.Conv3d, "norm_op": torch.nn.InstanceNorm3d, "nonlin": torch.nn.LeakyReLU}
     cls = unet.ResidualEncoderUNet if residual else unet.PlainConvUNet
-    theirs, ours = cls(input_channels=1, num_classes=3, **arguments), ReferenceNetwork(residual)
-    theirs.load_state_dict(ours.state_dict())
+    network, reference = cls(input_channels=1, num_classes=3, **arguments), ReferenceNetwork(residual)
+    network.load_state_dict(reference.state_dict())
     image = torch.randn(1, 1, *PATCH)
     with torch.no_grad():
-        torch.testing.assert_close(theirs.eval()(image), ours.eval()(image))
+        torch.testing.assert_close(network.eval()(image), reference.eval()(image))
 
 
 def test_plan_is_in_the_order_of_the_scan(tmp_path: Path) -> None:

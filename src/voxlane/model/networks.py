@@ -199,12 +199,12 @@ class ResidualBlock(nn.Module):
     def __init__(self, before: int, after: int, kernel: Triple, stride: Triple, norm: Norm, fused: bool) -> None:
         super().__init__()
         stage = functools.partial(make_stage, after=after, convs=1, norm=norm, fused=fused)
-        one = (1, 1, 1)
+        unit = (1, 1, 1)
         self.first = stage(before, kernel=kernel, stride=stride)
-        self.second = stage(after, kernel=kernel, stride=one, slope=_NO_ACTIVATION)
-        self.pool = nn.AvgPool3d(stride, stride) if stride != one else nn.Identity()
+        self.second = stage(after, kernel=kernel, stride=unit, slope=_NO_ACTIVATION)
+        self.pool = nn.AvgPool3d(stride, stride) if stride != unit else nn.Identity()
         projected = before != after
-        self.skip = stage(before, kernel=one, stride=one, bias=False, slope=_NO_ACTIVATION) if projected else None
+        self.skip = stage(before, kernel=unit, stride=unit, bias=False, slope=_NO_ACTIVATION) if projected else None
 
     def close(self) -> None:
         """Let the block start as its skip connection, as in nnU-Net."""

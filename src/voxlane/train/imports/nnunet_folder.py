@@ -83,11 +83,11 @@ class NnunetFolder:
         existing = {match[1] for name in self._names if (match := re.match(r"fold_(\d+|all)/", name))}
         trained = {fold for fold in existing if f"fold_{fold}/{self.checkpoint_file}" in self._names}
         numbered = existing - {"all"}
-        wanted = self.folds or tuple(sorted(numbered or existing, key=lambda fold: (len(fold), fold)))
-        if not wanted:
+        folds = self.folds or tuple(sorted(numbered or existing, key=lambda fold: (len(fold), fold)))
+        if not folds:
             fix = self._suggest_folder() or "Import the folder that holds plans.json and fold_0, fold_1, ..."
             raise ImportedModelError("the folder has no fold_0, fold_1, ...", uri=self.uri, fix=fix)
-        for fold in wanted:
+        for fold in folds:
             if fold in trained:
                 continue
             problem = f"has no {self.checkpoint_file}" if fold in existing else "does not exist"
@@ -96,7 +96,7 @@ class NnunetFolder:
             if f"fold_{fold}/checkpoint_best.pth" in self._names and self.checkpoint == "final":
                 fix += ", or give --checkpoint best"
             raise ImportedModelError(f"fold_{fold} {problem}", uri=self.uri, fix=fix)
-        return list(wanted)
+        return list(folds)
 
 
 @dataclass(frozen=True)

@@ -206,10 +206,10 @@ class _Reader:
             if scheme not in _SCHEMES:
                 raise self._unsupported(f"normalisation {scheme} is not one of {', '.join(_SCHEMES)}")
             if scheme == "CTNormalization":
-                found = by_channel[str(channel)]
-                low, high = float(found["percentile_00_5"]), float(found["percentile_99_5"])
-                std = max(float(found["std"]), _SMALLEST_STD)
-                result.append(Normalisation(scheme="ct", lower=low, upper=high, mean=float(found["mean"]), std=std))
+                intensity = by_channel[str(channel)]
+                low, high = float(intensity["percentile_00_5"]), float(intensity["percentile_99_5"])
+                std = max(float(intensity["std"]), _SMALLEST_STD)
+                result.append(Normalisation(scheme="ct", lower=low, upper=high, mean=float(intensity["mean"]), std=std))
             elif scheme == "RGBTo01Normalization":  # all values are from 0 to 255, so nothing is clipped
                 result.append(Normalisation(scheme="ct", lower=0.0, upper=255.0, mean=0.0, std=255.0))
             elif scheme == "ZScoreNormalization":

@@ -223,14 +223,14 @@ def _anatomical_plan(plan: Plan, uri: str) -> Plan:
 def _read_folds(folder: PreprocessedFolder) -> Iterator[tuple[str, int]]:
     """Yield the case and index of the fold that holds it out, for every case in splits_final.json."""
     splits = folder.read_json("splits_final.json", optional=True) or []
-    seen: set[str] = set()
+    held_out: set[str] = set()
     for fold, split in enumerate(splits):
         for case in split["val"]:
-            if case in seen:
+            if case in held_out:
                 raise ConfigError(
                     f"splits_final.json holds out {case} in two folds", uri=folder.uri, fix="Hold each case out once"
                 )
-            seen.add(case)
+            held_out.add(case)
             yield case, fold
 
 
@@ -242,16 +242,16 @@ def _read_fingerprint(folder: PreprocessedFolder) -> dict[str, Any]:
     channels = values["foreground_intensity_properties_per_channel"]
     names = {"mean": "mean", "std": "std", "median": "median", "low": "min", "high": "max"}
     names |= {name: name for name in ("percentile_00_5", "percentile_99_5")}
-    found = Fingerprint(
+    fingerprint = Fingerprint(
         shapes=tuple(to_triple(shape) for shape in values["shapes_after_crop"]),
         spacings=tuple((float(z), float(y), float(x)) for z, y, x in values["spacings"]),
         relative_size=float(values["median_relative_size_after_cropping"]),
         intensities=tuple(
-            Intensity(**{ours: float(channels[key][theirs]) for ours, theirs in names.items()})
+            Intensity(**{field: float(channels[key][name]) for field, name in names.items()})
             for key in sorted(channels, key=int)
         ),
     )
-    plain: dict[str, Any] = settings.to_plain(found)
+    plain: dict[str, Any] = settings.to_plain(fingerprint)
     return plain
 
 

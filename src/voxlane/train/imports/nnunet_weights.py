@@ -66,20 +66,20 @@ def convert_weights(
     The head at the coarsest resolution, which voxlane's networks lack, is left out. Biases that nnU-Net's network lacks
     are zero. Raises MismatchError if the weights are those of another network.
     """
-    found = {_strip_wrappers(name): value for name, value in weights.items()}
+    tensors = {_strip_wrappers(name): value for name, value in weights.items()}
     with torch.device("meta"):
         expected = build(network, channels, outputs).state_dict()
     modules = dict(_module_names(network))
     result: dict[str, Tensor] = {}
-    used = {name for name in found if any(twin in name for twin in _TWINS)}
-    used |= {name for name in found if name.startswith("decoder.seg_layers.0.")}
+    used = {name for name in tensors if any(twin in name for twin in _TWINS)}
+    used |= {name for name in tensors if name.startswith("decoder.seg_layers.0.")}
     permutation = (0, 1, *(2 + axis for axis in axis_order))
     for name, target in expected.items():
         module, _, parameter = name.rpartition(".")
         source = f"{modules[module]}.{parameter}"
         used.add(source)
-        value = found.get(source)
-        if value is None and parameter == "bias" and f"{modules[module]}.weight" in found:
+        value = tensors.get(source)
+        if value is None and parameter == "bias" and f"{modules[module]}.weight" in tensors:
             value = torch.zeros(target.shape)
         if value is not None and value.ndim == 5:
             value = value.permute(permutation)
@@ -87,7 +87,7 @@ def convert_weights(
             problem = "is missing" if value is None else f"has the shape {list(value.shape)}, not {list(target.shape)}"
             raise _mismatch(f"{source} {problem}", uri)
         result[name] = value.to(target.dtype).contiguous()
-    if unknown := sorted(set(found) - used):
+    if unknown := sorted(set(tensors) - used):
         raise _mismatch(f"{unknown[0]} is not part of the network", uri)
     return result
 
@@ -116,12 +116,12 @@ def _module_names(network: Network) -> Iterator[tuple[str, str]]:
             yield from _stage_names(f"down.{level}", f"encoder.stages.{level}.0.convs", count)
             continue
         for block in range(count):
-            ours = f"down.{level}.{block + (level == 0)}"  # the first level begins with the stem
-            theirs = f"encoder.stages.{level}.blocks.{block}"
+            target = f"down.{level}.{block + (level == 0)}"  # the first level begins with the stem
+            source = f"encoder.stages.{level}.blocks.{block}"
             has_pool = block == 0 and network.strides[level] != (1, 1, 1)
             for part, name in (("first", "conv1"), ("second", "conv2"), ("skip", f"skip.{int(has_pool)}")):
-                yield f"{ours}.{part}.0", f"{theirs}.{name}.conv"
-                yield f"{ours}.{part}.1", f"{theirs}.{name}.norm"
+                yield f"{target}.{part}.0", f"{source}.{name}.conv"
+                yield f"{target}.{part}.1", f"{source}.{name}.norm"
     levels = len(network.features) - 1
     for step, count in enumerate(reversed(convs_up)):
         yield f"up.{step}", f"decoder.transpconvs.{step}"
@@ -129,8 +129,8 @@ def _module_names(network: Network) -> Iterator[tuple[str, str]]:
         yield f"heads.{levels - 1 - step}", f"decoder.seg_layers.{step}"
 
 
-def _stage_names(ours: str, theirs: str, count: int) -> Iterator[tuple[str, str]]:
+def _stage_names(target: str, source: str, count: int) -> Iterator[tuple[str, str]]:
     """Yield the names in a stage of `count` convolutions, each followed by a norm and an activation."""
     for index in range(count):
-        yield f"{ours}.{3 * index}", f"{theirs}.{index}.conv"
-        yield f"{ours}.{3 * index + 1}", f"{theirs}.{index}.norm"
+        yield f"{target}.{3 * index}", f"{source}.{index}.conv"
+        yield f"{target}.{3 * index + 1}", f"{source}.{index}.norm"

@@ -29,21 +29,21 @@ def last_parts(scan: ScanInput) -> list[str]:
 
 def test_all_scans_below_a_folder_keep_their_place(tmp_path: Path) -> None:
     folder = touch(tmp_path / "in", "b.nii.gz", "a.nii", "deep/er/c.nrrd", "notes.txt", ".hidden.nii.gz")
-    found = find_scans([str(folder)], 1, str(tmp_path / "out"))
-    assert names(found.scans) == ["a", "b", "deep/er/c"]
-    assert found.scans[2].files == (f"file://{folder}/deep/er/c.nrrd",)
-    assert found.notes == [f"{folder}: 3 scans; left out 2 other files, such as .hidden.nii.gz"]
+    result = find_scans([str(folder)], 1, str(tmp_path / "out"))
+    assert names(result.scans) == ["a", "b", "deep/er/c"]
+    assert result.scans[2].files == (f"file://{folder}/deep/er/c.nrrd",)
+    assert result.notes == [f"{folder}: 3 scans; left out 2 other files, such as .hidden.nii.gz"]
 
 
 def test_prefix_and_pattern_in_a_bucket(gcs: Bucket) -> None:
     for name in ("scans/a.nii.gz", "scans/b.nii.gz", "scans/x/b.nii.gz", "scans/list.json", "other/c.nii.gz"):
         gcs.store.put(name, b"")
     for word in ("gs://bkt/scans", "gs://bkt/scans/"):
-        found = find_scans([word], 1, "gs://bkt/masks", gcs.config)
-        assert names(found.scans) == ["a", "b", "x/b"]
-        assert found.scans[2].files == ("gs://bkt/scans/x/b.nii.gz",)
-    found = find_scans(["gs://bkt/scans/*b.nii.gz", "gs://bkt/other/?.nii.gz"], 1, "gs://bkt/masks", gcs.config)
-    assert names(found.scans) == ["b", "x/b", "c"]
+        result = find_scans([word], 1, "gs://bkt/masks", gcs.config)
+        assert names(result.scans) == ["a", "b", "x/b"]
+        assert result.scans[2].files == ("gs://bkt/scans/x/b.nii.gz",)
+    result = find_scans(["gs://bkt/scans/*b.nii.gz", "gs://bkt/other/?.nii.gz"], 1, "gs://bkt/masks", gcs.config)
+    assert names(result.scans) == ["b", "x/b", "c"]
     with pytest.raises(NotFoundError, match="no scan matches this pattern"):
         find_scans(["gs://bkt/scans/*.npy"], 1, "gs://bkt/masks", gcs.config)
 
@@ -72,17 +72,17 @@ def test_ending_is_dropped_for_one_channel_only_if_all_files_have_it(tmp_path: P
 def test_files_keep_their_names(tmp_path: Path) -> None:
     folder = touch(tmp_path, "a_0000.nii.gz", "b.nii.gz", "odd*name.nii.gz", "without-suffix")
     words = [str(folder / name) for name in ("a_0000.nii.gz", "odd*name.nii.gz", "without-suffix")]
-    found = find_scans([*words, f"{words[0]},{folder}/b.nii.gz"], 2, str(tmp_path / "out"))
-    assert names(found.scans) == ["a_0000", "odd*name", "without-suffix", "a_0000"]
-    assert last_parts(found.scans[3]) == ["a_0000.nii.gz", "b.nii.gz"]
-    assert found.notes == []
+    result = find_scans([*words, f"{words[0]},{folder}/b.nii.gz"], 2, str(tmp_path / "out"))
+    assert names(result.scans) == ["a_0000", "odd*name", "without-suffix", "a_0000"]
+    assert last_parts(result.scans[3]) == ["a_0000.nii.gz", "b.nii.gz"]
+    assert result.notes == []
 
 
 def test_folders_of_dicom_series(tmp_path: Path) -> None:
     study = touch(tmp_path / "study", "p1/1.dcm", "p1/2.dcm", "p2/late/1", "DICOMDIR")
-    found = find_scans([str(study), str(study / "p1")], 1, str(tmp_path / "out"))
-    assert names(found.scans) == ["p1", "p2/late", "p1"]
-    assert found.scans[1].files == (f"file://{study}/p2/late",)
+    result = find_scans([str(study), str(study / "p1")], 1, str(tmp_path / "out"))
+    assert names(result.scans) == ["p1", "p2/late", "p1"]
+    assert result.scans[1].files == (f"file://{study}/p2/late",)
 
 
 def test_masks_of_an_earlier_prediction_are_no_scans(tmp_path: Path) -> None:

@@ -159,12 +159,12 @@ class PredictCommand(FieldsFileOptions, ConfiguredOptions):
         values, store_config = self.load(self.overrides)
         config = build(PredictConfig, values)
         description, load = _open_model(self.run, config, store_config)
-        found = find_scans(self.scans, len(description.channels), self.out, store_config)
-        jobs = plan_predictions(found.scans, self.out)
+        listing = find_scans(self.scans, len(description.channels), self.out, store_config)
+        jobs = plan_predictions(listing.scans, self.out)
         if self.skip_existing:
             jobs, num_skipped = _drop_existing(jobs, self.out, store_config)
-            found.notes.append(f"{format_plural(num_skipped, 'scan')} left out, whose masks exist")
-        for note in found.notes:
+            listing.notes.append(f"{format_plural(num_skipped, 'scan')} left out, whose masks exist")
+        for note in listing.notes:
             print(note, file=sys.stderr)
         if not jobs:
             return

@@ -48,7 +48,7 @@ class Member:
     name: str = pydantic.Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")
     """Name of the network in the model, such as fold_0, or 3d_fullres-fold_0."""
     network: Network
-    """Architecture."""
+    """Architecture of the network."""
     plan: Plan
     """Preprocessing: spacing and normalisation. Its patch and network are those of the dataset's plan, and do not
     matter here."""

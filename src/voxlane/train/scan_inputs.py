@@ -64,13 +64,13 @@ def find_scans(words: Sequence[str], num_channels: int, out: str, config: StoreC
     scans in or below a folder are taken, except for what lies below `out`; if it has none, it is a DICOM series, or
     holds one in each of several folders.
     """
-    found = FoundScans()
+    listing = FoundScans()
     for word in words:
         if _names_scan(word):
-            found.scans.append(parse_scan(word))
+            listing.scans.append(parse_scan(word))
         else:
-            _add_listed(found, word, num_channels, out, config)
-    return found
+            _add_listed(listing, word, num_channels, out, config)
+    return listing
 
 
 def _names_scan(word: str) -> bool:
@@ -87,38 +87,44 @@ def _is_pattern(word: str) -> bool:
     return "*" in word or "?" in word
 
 
-def _add_listed(found: FoundScans, word: str, num_channels: int, out: str, config: StoreConfig | None) -> None:
+def _add_listed(listing: FoundScans, word: str, num_channels: int, out: str, config: StoreConfig | None) -> None:
     """Add the scans of a folder, prefix or pattern."""
+    folder_uri, names = _list_names(word, out, config)
+    scans = sorted(filter(_is_scan, names))
+    if scans:
+        listed, others = _group_channels(scans, folder_uri, num_channels), sorted(set(names) - set(scans))
+    else:
+        listed = [ScanInput(folder_uri + name, (folder_uri + name,), name) for name in _find_series(names)]
+        others = []
+    if not listed:  # a single DICOM series, or nothing at all, which its reader says
+        if _is_pattern(word):
+            fix = f"Scans are {', '.join(SCAN_SUFFIXES)} files"
+            raise NotFoundError("no scan matches this pattern", uri=word, fix=fix)
+        listing.scans.append(parse_scan(word))
+        return
+    left_out = f"; left out {format_plural(len(others), 'other file')}, such as {others[0]}" if others else ""
+    listing.notes.append(f"{word}: {format_plural(len(listed), 'scan')}{left_out}")
+    listing.scans += listed
+
+
+def _list_names(word: str, out: str, config: StoreConfig | None) -> tuple[str, list[str]]:
+    """Return the URI of the folder that a word lists, with a slash, and the files below it, except for those below
+    `out`."""
     store, key = Store.locate(word, config)
-    is_pattern = _is_pattern(word) and not (store.scheme == "file" and os.path.exists(f"/{key}"))
-    folder = key[: re.search(r"[*?]", key).start()].rpartition("/")[0] if is_pattern else key  # type: ignore[union-attr]
-    folder = as_prefix(folder)
+    wildcard = re.search(r"[*?]", key) if not (store.scheme == "file" and os.path.exists(f"/{key}")) else None
+    folder = as_prefix(key if wildcard is None else key[: wildcard.start()].rpartition("/")[0])
     keys = [key for page in store.list_pages(folder) for key in page.column("path").to_pylist()]
-    if is_pattern:
+    if wildcard is not None:
         matches = re.compile(fnmatch.translate(key.replace("[", "[[]"))).match
         keys = [key for key in keys if matches(key)]
     below_out = _prefix_in(store, out)
-    if below_out is not None and folder.startswith(below_out) and any(map(_is_scan, keys)):
-        raise ConfigError("the masks would be written among these scans", uri=word, fix="Choose another folder (-o)")
-    keys = [key for key in keys if below_out is None or not key.startswith(below_out)]
-    names = [key.removeprefix(folder) for key in keys]
-    scans = sorted(filter(_is_scan, names))
-    if not scans and is_pattern:
-        raise NotFoundError("no scan matches this pattern", uri=word, fix=f"Scans are {', '.join(SCAN_SUFFIXES)} files")
-    folder_uri = store.uri(folder)
-    if scans:
-        listed = _group_channels(scans, folder_uri, num_channels)
-        others = sorted(set(names) - set(scans))
-    else:
-        series = _find_series(names)
-        listed = [ScanInput(folder_uri + name, (folder_uri + name,), name) for name in series]
-        others = []
-    if not listed:  # a single DICOM series, or nothing at all, which its reader says
-        found.scans.append(parse_scan(word))
-        return
-    left_out = f"; left out {format_plural(len(others), 'other file')}, such as {others[0]}" if others else ""
-    found.notes.append(f"{word}: {format_plural(len(listed), 'scan')}{left_out}")
-    found.scans += listed
+    if below_out is not None:
+        if folder.startswith(below_out) and any(map(_is_scan, keys)):
+            raise ConfigError(
+                "the masks would be written among these scans", uri=word, fix="Choose another folder (-o)"
+            )
+        keys = [key for key in keys if not key.startswith(below_out)]
+    return store.uri(folder), [key.removeprefix(folder) for key in keys]
 
 
 def _prefix_in(store: Store, out: str) -> str | None:

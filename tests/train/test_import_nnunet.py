@@ -272,6 +272,8 @@ def test_folders_that_are_not_complete(tmp_path: Path) -> None:
     folder = write_results(tmp_path / "Dataset007" / "nnUNetTrainer__nnUNetPlans__3d_fullres")
     with pytest.raises(ImportedModelError, match=r"has no plans.json. Import one of the folders below it: nnUNetTr"):
         read(folder.parent)
+    with pytest.raises(ImportedModelError, match=r"there are no files here\. Check its spelling"):
+        read(tmp_path / "Dataset008")
     (folder / "dataset.json").write_text("{")
     with pytest.raises(ImportedModelError, match=r"dataset.json is not a JSON file of nnU-Net"):
         read(folder)

@@ -130,8 +130,8 @@ def test_bad_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def read(**options: Any) -> Prepared:
         return import_preprocessed(PreprocessedFolder(str(folder), **options), str(tmp_path / "out"), progress=False)
 
-    with pytest.raises(ImportedModelError, match=r"has no MyPlans.json. Give --plans nnUNetPlans"):
-        read(plans_name="MyPlans")
+    with pytest.raises(ImportedModelError, match=r"has no Others.json. Give --plans nnUNetPlans"):
+        read(plans_name="Others")
     with pytest.raises(ImportedModelError, match=r"no cases in nnUNetPlans_3d_bigger_batch. Run nnUNetv2_preprocess"):
         read(configuration_name="3d_bigger_batch")
     splits = folder / "splits_final.json"

@@ -69,6 +69,8 @@ class NnunetFolder:
         except ValueError:
             document = None
         if not isinstance(document, dict):
+            if not self._names:
+                raise ImportedModelError("there are no files here", uri=self.uri, fix="Check its spelling")
             problem = f"{name} is not a JSON file of nnU-Net" if body else f"the folder has no {name}"
             raise ImportedModelError(problem, uri=self.uri, fix=self._suggest_folder() or fix)
         return document

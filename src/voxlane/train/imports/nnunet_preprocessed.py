@@ -107,7 +107,11 @@ class PreprocessedFolder:
         except ValueError:
             problem = f"{name} is not JSON" if body else f"the folder has no {name}"
             plans = sorted(other.removesuffix(".json") for other in self.names if other.endswith("Plans.json"))
-            fix = f"Give --plans {' or '.join(plans)}" if plans and "Plans" in name else "Preprocess it again"
+            fix = (
+                f"Give --plans {' or '.join(plans)}"
+                if plans and name == f"{self.plans_name}.json"
+                else "Preprocess it again"
+            )
             raise ImportedModelError(problem, uri=self.uri, fix=fix) from None
 
     @cached_property

@@ -12,6 +12,7 @@
     ├── CheckpointError: IncompleteError, CorruptError, UnsafeError, MismatchError, BusyError
     ├── VolumeError: ScanError, LayoutError, BadCasesError, PreparedError
     ├── RunError: NoMemoryError, ReportedError, StoppedError
+    ├── ImportedModelError
     ├── LeaseError
     ├── ClusterError: LostError, ForbiddenError (also a PermissionError), MissingObjectError, NotRunningError,
     │   DryRunUnsupportedError
@@ -219,6 +220,10 @@ class ReportedError(RunError):
 
 class StoppedError(RunError):
     """Raised when a run was stopped; its checkpoints remain."""
+
+
+class ImportedModelError(VoxlaneError):
+    """Raised when a model of another program cannot be imported."""
 
 
 class LeaseError(VoxlaneError):

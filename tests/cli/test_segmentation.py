@@ -68,8 +68,8 @@ def test_help(command: str, call: Any) -> None:
     [
         ("prepare", ["bad_cases=fail", "folds=5", "recipe=auto"]),
         ("train", ["fold=0", "optimizer.lr=0.01", "augment.strength=1.0", "patch=null", "loader.disk_cache=null"]),
-        ("evaluate", ["predict.mirror=false", "space=scan", "surface_tolerance_mm=1.0"]),
-        ("predict", ["mirror=false", "overlap=0.5", "checkpoint=last"]),
+        ("evaluate", ["predict.mirror=null", "space=scan", "surface_tolerance_mm=1.0"]),
+        ("predict", ["mirror=null", "overlap=0.5", "checkpoint=last"]),
     ],
 )
 def test_fields(command: str, shown: list[str], call: Any) -> None:

@@ -25,6 +25,7 @@ from voxlane.model.sliding_window import (
     to_mask,
     window_starts,
 )
+from voxlane.model.window_sums import nnunet_weight
 from voxlane.volume.description import Description
 from voxlane.volume.plan import Network, Triple
 
@@ -107,6 +108,28 @@ def test_prediction_matches_the_definition(size: Triple, batch: int) -> None:
     )
     torch.testing.assert_close(actual, predict_by_definition(PositionDependentNetwork(), image, patch, 0.5))
     assert progress_calls[-1][0] == progress_calls[-1][1]
+
+
+@pytest.mark.parametrize("size", [(21, 17, 30), (5, 24, 7)])
+@torch.no_grad()
+def test_float16_sums_round_as_nnunet(size: Triple) -> None:
+    image, patch, network = torch.randn(1, *size), (8, 12, 10), PositionDependentNetwork()
+    weights = (10 * torch.from_numpy(nnunet_weights(patch))).half()
+    weights[weights == 0] = weights[weights > 0].min()
+    assert torch.equal(nnunet_weight(patch), weights)
+    layout = WindowGrid.of(size, patch, 0.5)
+    padded = torch.zeros(1, *layout.padded)
+    inside = tuple(slice(b, b + n) for b, n in zip(layout.before, size, strict=True))
+    padded[(slice(None), *inside)] = image
+    total, weight_sum = torch.zeros(2, *layout.padded).half(), torch.zeros(layout.padded).half()
+    for corner in itertools.product(*layout.starts):
+        region = tuple(slice(start, start + side) for start, side in zip(corner, patch, strict=True))
+        total[(slice(None), *region)] += network(padded[(slice(None), *region)][None])[0] * weights
+        weight_sum[region] += weights
+    actual = predict_windows(network, image, patch, float16_sums=True, result_dtype=torch.float16)
+    assert torch.equal(actual, (total / weight_sum)[(slice(None), *inside)])
+    exact = predict_windows(network, image, patch)
+    assert (actual.float() - exact).abs().max() > 0.01, "float16 cannot hold the smallest weights"
 
 
 @torch.no_grad()

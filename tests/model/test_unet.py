@@ -7,6 +7,7 @@ import logging
 import math
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -206,3 +207,46 @@ def test_networks_and_loss_need_only_torch() -> None:
     )
     process = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, check=False)
     assert process.returncode == 0, process.stderr
+
+
+RESIDUAL = Network(
+    kind="residual",
+    features=SMALL.features,
+    strides=SMALL.strides,
+    kernels=SMALL.kernels,
+    encoder_convs=(1, 2, 3, 2),
+    decoder_convs=(2, 1, 1),
+)
+
+
+def test_residual_network() -> None:
+    network = networks.build(RESIDUAL, 2, 3)
+    assert isinstance(network, UNet)
+    heads = network(torch.randn(1, 2, 8, 16, 16))
+    assert [tuple(head.shape) for head in heads] == [(1, 3, 8, 16, 16), (1, 3, 8, 8, 8)]
+    sum(head.square().mean() for head in heads).backward()
+    assert all(p.grad is not None for p in network.parameters())
+    assert [len(stage) for stage in network.down] == [2, 2, 3, 2], "the first level begins with a convolution"
+    assert [len(stage) // 3 for stage in network.merge] == [1, 1, 2], "coarse to fine"
+
+
+def test_new_residual_block_is_its_skip_connection() -> None:
+    block = networks.build(RESIDUAL, 1, 2).down[1][1]  # type: ignore[union-attr,index]
+    x = torch.randn(1, RESIDUAL.features[1], 4, 4, 4)
+    torch.testing.assert_close(block(x), nn.functional.leaky_relu(x, SLOPE))  # type: ignore[operator]
+
+
+@pytest.mark.parametrize("norm", ["instance", "batch"])
+def test_fused_residual_network_equals_the_plain_one(norm: str) -> None:
+    fused, plain = (networks.build(replace(RESIDUAL, norm=norm), 1, 2, False, fused=fused) for fused in (True, False))
+    for parameter in fused.parameters():
+        nn.init.normal_(parameter)
+    plain.load_state_dict(fused.state_dict())
+    image = torch.randn(2, 1, 8, 16, 16)
+    torch.testing.assert_close(fused(image), plain(image))
+
+
+@pytest.mark.parametrize("counts", [{"encoder_convs": (1, 2)}, {"decoder_convs": (1, 1, 0)}])
+def test_one_number_of_convolutions_per_resolution(counts: dict[str, tuple[int, ...]]) -> None:
+    with pytest.raises(ValueError, match=r"expected . numbers above 0, one per resolution"):
+        replace(SMALL, **counts)

@@ -400,3 +400,28 @@ def test_large_scan_stays_within_the_stated_memory(tmp_path: Path) -> None:
     volume_ml, peak_bytes = map(float, done.stdout.split())
     assert volume_ml == pytest.approx(100 * 130 * 100 * 0.8 * 0.8 * 2 / 1000)
     assert peak_bytes < 3.3e9
+
+
+class LowSide(Bright):
+    """`dim` in the half of the window with the smaller index along the last axis."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        logits = torch.zeros_like(x).repeat(1, 3, 1, 1, 1)
+        logits[:, 1, ..., : x.shape[-1] // 2] = 1
+        return logits
+
+
+@pytest.mark.parametrize("axes", ["RAS", "LPS", "SAR"])
+def test_models_that_see_the_axes_of_files(axes: str, tmp_path: Path) -> None:
+    affine = grid(axes)[1]
+    image = np.arange(16**3).reshape(16, 16, 16) % 7 + 1
+    plain = predictor(LowSide(), spacing=(1.0, 1.0, 1.0))
+    stored = dataclasses.replace(plain, plan=dataclasses.replace(plain.plan, axes="stored"))
+    affine[:3, :3] /= np.linalg.norm(affine[:3, :3], axis=0)  # 1 mm, so that nothing is resampled
+    scan = save(tmp_path / "scan.nii", image, affine)
+    predict(stored, job(scan, tmp_path / "out"))
+    mask = np.asarray(nibabel.load(tmp_path / "out" / "scan.nii.gz").dataobj)
+    assert (mask[:8] == 1).all(), "x of the file is the last axis that the network sees"
+    assert (mask[8:] == 0).all()
+    with pytest.raises(ConfigError, match="geometry: this model needs it"):
+        stored.predict(image[None], (1.0, 1.0, 1.0))

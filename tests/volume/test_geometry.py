@@ -31,6 +31,10 @@ def _make_affine(
     return affine
 
 
+def expected_spacing(affine: np.ndarray) -> list[float]:
+    return [float(np.linalg.norm(affine[:3, axis])) for axis in (2, 1, 0)]
+
+
 @pytest.mark.parametrize(("order", "signs"), ORDERS)
 def test_canonical_array_is_the_transpose_of_nibabel(order: tuple[int, ...], signs: tuple[int, ...]) -> None:
     affine = _make_affine(order, signs, tilt=0.2)
@@ -43,6 +47,9 @@ def test_canonical_array_is_the_transpose_of_nibabel(order: tuple[int, ...], sig
     np.testing.assert_allclose(geometry.spacing, expected.header.get_zooms()[::-1], rtol=1e-6)
     assert geometry.canonical_shape == canonical.shape
     np.testing.assert_array_equal(geometry.from_canonical(canonical), array)
+    np.testing.assert_array_equal(geometry.to_stored(canonical), array.transpose(2, 1, 0))
+    np.testing.assert_array_equal(geometry.from_stored(geometry.to_stored(canonical)), canonical)
+    assert geometry.stored_spacing == pytest.approx(expected_spacing(affine))
 
 
 @given(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from dataclasses import asdict
 from typing import Any
@@ -23,7 +24,7 @@ from voxlane.volume.grid import (
     outputs_to_scan,
     plan_grid,
 )
-from voxlane.volume.plan import Network, Normalisation, Plan
+from voxlane.volume.plan import Network, Normalisation, Plan, Resampling
 from voxlane.volume.planner import make_mlperf_plan
 
 SMALL = st.integers(1, 14)
@@ -205,3 +206,19 @@ def test_affine_gives_positions_of_prepared_voxels(affine: np.ndarray, benchmark
     for index in ((z, y, x), (z - 3, y + 4, x - 4)):
         np.testing.assert_allclose(actual @ [*index[::-1], 1], [*result[:, *index], 1], atol=0.02)
     np.testing.assert_allclose(np.linalg.norm(actual[:3, :3], axis=0)[::-1], (2.0, 1.3, 1.3), rtol=0.08)
+
+
+def test_grid_without_separate_axis_is_interpolated_along_all() -> None:
+    ramp = np.broadcast_to(np.arange(6, dtype=np.float32)[:, None, None], (6, 8, 8))
+    label = (ramp > 2).astype(np.uint8)
+    spacing, target = (5.0, 1.0, 1.0), (2.5, 1.0, 1.0)
+    separate = make_test_plan(spacing=target)
+    blended = dataclasses.replace(separate, resampling=Resampling(order=1, separate=False))
+    grid = plan_grid(ramp[None] + 1, spacing, separate)
+    steps = [np.unique(np.diff(image_to_grid(ramp[None] + 1, grid, p)[0], axis=0)[1:-1]) for p in (separate, blended)]
+    assert [len(step) for step in steps] == [2, 1], "repeated slices, and even steps"
+    assert [int(label_to_grid(label, grid, p).sum()) for p in (separate, blended)] == [6 * 64] * 2
+    outputs = torch.linspace(0, 1, 12)[None, :, None, None].expand(1, 12, 8, 8)
+    restored = [outputs_to_scan(outputs, grid, separate=value)[0, :, 0, 0] for value in (True, False)]
+    torch.testing.assert_close(restored[0], outputs[0, 1::2, 0, 0])
+    torch.testing.assert_close(restored[1], (outputs[0, ::2, 0, 0] + outputs[0, 1::2, 0, 0]) / 2)

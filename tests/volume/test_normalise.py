@@ -38,6 +38,12 @@ def test_zscore_is_computed_per_channel() -> None:
     assert not normalise.apply(np.full((1, 3, 3, 3), 7.0), [_ZSCORE]).any(), "a constant channel becomes 0"
 
 
+def test_rescale_maps_each_channel_to_one() -> None:
+    image = np.array([[[[-5, 0, 15]]], [[[7, 7, 7]]]], np.int16)
+    rescaled = normalise.apply(image, [Normalisation(scheme="rescale")] * 2)
+    np.testing.assert_allclose(rescaled, [[[[0, 0.25, 1]]], [[[0, 0, 0]]]])
+
+
 def test_zscore_of_the_nonzero_region() -> None:
     image = np.zeros((2, 10, 10, 10), np.float32)
     image[:, 2:8, 3:8, 1:7] = np.random.default_rng(1).normal(500, 40, size=(2, 6, 5, 6))

@@ -37,6 +37,14 @@ def test_splines_match_scipy(old: Triple, new: Triple, seed: int) -> None:
         np.testing.assert_allclose(actual, expected, atol=5e-6)
 
 
+@pytest.mark.parametrize("order", [0, 1])
+@pytest.mark.parametrize("new", [(9, 22, 5), (17, 8, 21)])
+def test_other_orders_match_scipy(order: int, new: Triple) -> None:
+    image = np.random.default_rng(order).normal(size=(1, 12, 15, 11)).astype(np.float32)
+    resized = resample.to_shape(image, new, order=order)
+    np.testing.assert_allclose(resized[0], _zoom_with_scipy(image[0], new, order), atol=5e-6)
+
+
 def test_axes_longer_than_a_block() -> None:
     image = np.random.default_rng(0).normal(size=(1, 3, 300, 5)).astype(np.float32)
     for shape in ((3, 411, 5), (3, 97, 5)):

@@ -27,6 +27,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "compare": ("scores", "Compare the scores of two runs on the same cases"),
     "predict": ("models", "Segment new scans"),
     "export": ("models", "Write a trained model that needs neither its run nor its dataset"),
+    "import": ("import_model", "Turn a model or a preprocessed dataset of nnU-Net into one of voxlane"),
     "report": ("segmentation", "Write one page about a run: curves, scores, overlays, timing"),
     "tune": ("segmentation", "Search for the best config with many training runs at once"),
     "stage": ("stage", "Copy a dataset to this machine's own disk"),

@@ -1,4 +1,5 @@
-"""The networks that a plan can specify: nnU-Net's plain convolutional U-Net and the U-Net3D of MLPerf Training."""
+"""The networks that a plan can specify: nnU-Net's U-Nets, plain or with a residual encoder, and the U-Net3D of MLPerf
+Training."""
 
 from __future__ import annotations
 
@@ -8,6 +9,7 @@ import math
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
+from torch.nn import functional
 
 from voxlane.errors import ConfigError
 from voxlane.model.layers import ConvStage, FinalConv, UpConv, make_norm_and_act
@@ -17,6 +19,8 @@ if TYPE_CHECKING:  # networks can be built without the dependencies of a plan
 
 SLOPE = 0.01
 """Slope of nnU-Net's leaky ReLU below zero."""
+_NO_ACTIVATION = 1.0
+"""Slope of a leaky ReLU that changes nothing."""
 MLPERF_FEATURES = (32, 64, 128, 256, 320, 320)
 """Channels of MLPerf's network at each resolution, finest first; the last is the bottleneck."""
 
@@ -59,9 +63,15 @@ def patch_divisors(network: Network) -> Triple:
     return z, y, x
 
 
+def count_convs(network: Network) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return the number of convolutions (residual blocks) at each resolution of encoder and decoder, finest first."""
+    levels = len(network.features)
+    return network.encoder_convs or (network.convs,) * levels, network.decoder_convs or (network.convs,) * (levels - 1)
+
+
 class UNet(nn.Module):
     """nnU-Net's network: convolutions with norm and leaky ReLU, strided downsampling, transposed upsampling and
-    concatenated skips.
+    concatenated skips. With a network of kind residual, the encoder consists of residual blocks.
 
     Input (batch, channels, z, y, x), each side a multiple of the product of the network's strides along it. The output
     in training mode with deep supervision is a list of logits from the finest resolution to the coarsest; otherwise one
@@ -79,24 +89,31 @@ class UNet(nn.Module):
         super().__init__()
         self.deep_supervision = deep_supervision
         features, kernels, strides = network.features, network.kernels, network.strides
-        entering = (channels, *features[:-1])
-        self.down = nn.ModuleList(
-            make_stage(before, after, network.convs, kernel, stride, network.norm, fused)
-            for before, after, kernel, stride in zip(entering, features, kernels, strides, strict=True)
-        )
+        is_residual = network.kind == "residual"
+        entering = (features[0] if is_residual else channels, *features[:-1])
+        make_down = make_residual_stage if is_residual else make_stage
+        convs_down, convs_up = count_convs(network)
+        levels = zip(entering, features, convs_down, kernels, strides, strict=True)
+        down = [make_down(*level, network.norm, fused) for level in levels]
+        if is_residual:
+            down[0].insert(0, make_stage(channels, features[0], 1, kernels[0], (1, 1, 1), network.norm, fused))
+        self.down = nn.ModuleList(down)
         # Coarse to fine, in the order of computation.
         decoder_levels = range(len(features) - 2, -1, -1)
         self.up = nn.ModuleList(
             UpConv(features[i + 1], features[i], strides[i + 1], fused=fused) for i in decoder_levels
         )
         self.merge = nn.ModuleList(
-            make_stage(2 * features[i], features[i], network.convs, kernels[i], (1, 1, 1), network.norm, fused)
+            make_stage(2 * features[i], features[i], convs_up[i], kernels[i], (1, 1, 1), network.norm, fused)
             for i in decoder_levels
         )
         # Finest first, so that heads.0 makes predictions whether or not the others exist.
         supervised = max(1, len(features) - 2) if deep_supervision else 1
         self.heads = nn.ModuleList(FinalConv(features[i], outputs, fused=fused) for i in range(supervised))
         self.apply(init_weights)
+        for module in self.modules():
+            if isinstance(module, ResidualBlock):
+                module.close()
         self.register_load_state_dict_pre_hook(drop_missing_heads)  # type: ignore[no-untyped-call]
 
     def forward(self, x_BCDHW: Tensor) -> Tensor | list[Tensor]:  # noqa: N803
@@ -173,6 +190,43 @@ def make_stage(
             *make_norm_and_act(make_norm(norm, after), slope, fused=fused),
         ]
     return ConvStage(*layers)
+
+
+class ResidualBlock(nn.Module):
+    """nnU-Net's residual block: two convolutions, the first with the stride, beside a skip connection that averages
+    over the stride and changes the number of channels if needed."""
+
+    def __init__(self, before: int, after: int, kernel: Triple, stride: Triple, norm: Norm, fused: bool) -> None:
+        super().__init__()
+        stage = functools.partial(make_stage, after=after, convs=1, norm=norm, fused=fused)
+        unit = (1, 1, 1)
+        self.first = stage(before, kernel=kernel, stride=stride)
+        self.second = stage(after, kernel=kernel, stride=unit, slope=_NO_ACTIVATION)
+        self.pool = nn.AvgPool3d(stride, stride) if stride != unit else nn.Identity()
+        projected = before != after
+        self.skip = stage(before, kernel=unit, stride=unit, bias=False, slope=_NO_ACTIVATION) if projected else None
+
+    def close(self) -> None:
+        """Let the block start as its skip connection, as in nnU-Net."""
+        scale = self.second[1].weight
+        assert isinstance(scale, Tensor)
+        nn.init.zeros_(scale)
+
+    def forward(self, x_BCDHW: Tensor) -> Tensor:  # noqa: N803
+        """Return the block's output."""
+        skip = self.pool(x_BCDHW)
+        if self.skip is not None:
+            skip = self.skip(skip)
+        return functional.leaky_relu_(self.second(self.first(x_BCDHW)) + skip, SLOPE)
+
+
+def make_residual_stage(
+    before: int, after: int, blocks: int, kernel: Triple, stride: Triple, norm: Norm = "instance", fused: bool = True
+) -> nn.Sequential:
+    """Build the residual blocks of one resolution, the first with the stride."""
+    first = ResidualBlock(before, after, kernel, stride, norm, fused)
+    others = (ResidualBlock(after, after, kernel, (1, 1, 1), norm, fused) for _ in range(blocks - 1))
+    return nn.Sequential(first, *others)
 
 
 def make_norm(norm: Norm, features: int) -> nn.Module:

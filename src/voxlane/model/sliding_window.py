@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from voxlane.errors import ConfigError, RunError
+from voxlane.model.window_sums import Float16Sums, NormalisedSums, WindowSums, shift_slices
 
 if TYPE_CHECKING:  # windows can be predicted without the dependencies of these
     from voxlane.volume.description import Description
@@ -39,6 +40,7 @@ def predict_windows(
     result_dtype: torch.dtype = torch.float32,
     autocast: torch.dtype | None = None,
     fill: float = 0.0,
+    float16_sums: bool = False,
     progress: Callable[[int, int], None] | None = None,
 ) -> Tensor:
     """Predict the logits (outputs, z, y, x) of a whole volume: the weighted mean over the windows.
@@ -51,6 +53,7 @@ def predict_windows(
     device: device of the network, by default that of its parameters; windows are added up there.
     result_device, result_dtype: device and dtype of the result.
     autocast: lower precision for the network on a GPU; sums, and the network on a CPU, are always float32.
+    float16_sums: round as nnU-Net does, which adds windows up in float16 (see `Float16Sums`).
     progress: called with the number of finished windows and of all windows.
 
     The network is in evaluation mode meanwhile. Raises RunError if logits are not finite.
@@ -78,7 +81,9 @@ def predict_windows(
     source = WindowSource.of(image, layout, fill, device)
     result: Tensor | None = None
     with SlabCopier() as copier:
-        for start, stop, logits in predict_slabs(network, source, batch, mirror_axes, autocast, progress):
+        for start, stop, logits in predict_slabs(
+            network, source, batch, mirror_axes, autocast, progress, float16_sums=float16_sums
+        ):
             if result is None:
                 result = torch.empty((logits.shape[0], z, y, x), dtype=result_dtype, device=result_device)
             copier.copy(logits, result[:, start:stop])
@@ -94,33 +99,34 @@ def predict_slabs(
     mirror_axes: Sequence[int] = (),
     autocast: torch.dtype | None = None,
     progress: Callable[[int, int], None] | None = None,
+    *,
+    float16_sums: bool = False,
 ) -> Iterator[tuple[int, int, Tensor]]:
     """Yield finished slabs in order and without gaps: first slice, last slice plus one, and the logits (outputs, z, y,
     x) of these slices, which are valid until the next slab is requested."""
     layout, device = source.layout, source.device
-    heights, patch = layout.starts[0], layout.patch
+    heights = layout.starts[0]
     row_windows = list(itertools.product(*(enumerate(starts) for starts in layout.starts[1:])))
     passes = [row_windows[i : i + batch] for i in range(0, len(row_windows), batch)]
     positions = [[(y, x) for (_, y), (_, x) in each] for each in passes]
-    weights = [[w.to(device) for w in axis] for axis in layout.weights]
-    done, sums = 0, torch.empty(0)
+    done = 0
+    sums: WindowSums | None = None
     was_training = network.training
     network.eval()
     try:
         for level, z in enumerate(heights):
             for each, windows in zip(passes, source.at(level, positions), strict=True):
                 logits = predict_batch(network, match_memory_format(network, windows), mirror_axes, autocast)
-                if not sums.numel():
-                    sums = torch.zeros((logits.shape[1], patch[0], *layout.padded[1:]), device=device)
-                for ((j, y), (k, x)), window in zip(each, logits, strict=True):
-                    weight = weights[0][level][:, None, None] * (weights[1][j][:, None] * weights[2][k])
-                    sums[:, :, y : y + patch[1], x : x + patch[2]].addcmul_(window, weight)
+                if sums is None:
+                    sums = (Float16Sums if float16_sums else NormalisedSums)(layout, logits.shape[1], device)
+                for ((j, _), (k, _)), window in zip(each, logits, strict=True):
+                    sums.add(window, (level, j, k))
                 done += len(each)
                 if progress is not None:
                     progress(done, len(heights) * len(row_windows))
             next_z = heights[level + 1] if level + 1 < len(heights) else layout.padded[0]
-            yield finished_slab(sums, layout, z, next_z)
-            shift_slices(sums, next_z - z)
+            assert sums is not None
+            yield sums.take_slab(z, next_z)
     finally:
         source.close()
         network.train(was_training)
@@ -382,24 +388,3 @@ def predict_batch(
         raise RunError(f"the GPU ran out of memory for {count} windows of {shape} voxels", fix=fix) from None
     assert total is not None
     return total.div_(len(flips)) if len(flips) > 1 else total
-
-
-def finished_slab(sums: Tensor, layout: WindowGrid, z: int, next_z: int) -> tuple[int, int, Tensor]:
-    """Return the slices from z up to the next windows, which are complete, without padding."""
-    depth, height, width = layout.size
-    before = layout.before
-    start, stop = max(z - before[0], 0), min(next_z - before[0], depth)
-    first = start + before[0] - z
-    slab = sums[:, first : first + stop - start, before[1] : before[1] + height, before[2] : before[2] + width]
-    if not slab.isfinite().all():
-        raise RunError("the network's output is not finite", fix="Predict in float32 or bfloat16, or train again")
-    return start, stop, slab
-
-
-def shift_slices(sums: Tensor, by: int, fill: float = 0.0) -> None:
-    """Move slices down by `by` in place and fill the new ones; steps of `by` do not overlap."""
-    height = sums.shape[1]
-    for low in range(by, height, by):
-        piece = sums[:, low : low + by]
-        sums[:, low - by : low - by + piece.shape[1]] = piece
-    sums[:, height - by :] = fill

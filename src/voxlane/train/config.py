@@ -333,7 +333,15 @@ def _change_depth(network: Network, depth: int) -> Network:
         features = (*features, max(features[-1], min(2 * features[-1], MAX_FEATURES)))
     strides = (network.strides + ((2, 2, 2),) * depth)[:depth]
     kernels = (network.kernels + network.kernels[-1:] * depth)[:depth]
-    return dataclasses.replace(network, features=features, strides=strides, kernels=kernels)
+    down, up = network.encoder_convs, network.decoder_convs
+    return dataclasses.replace(
+        network,
+        features=features,
+        strides=strides,
+        kernels=kernels,
+        encoder_convs=down and (down + down[-1:] * depth)[:depth],
+        decoder_convs=up and (up + up[-1:] * depth)[: depth - 1],
+    )
 
 
 def resolve_learning_rate(config: TrainConfig, plan: Plan) -> float:

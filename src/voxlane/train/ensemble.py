@@ -16,6 +16,7 @@ from voxlane.train.exported_model import ExportedModel
 from voxlane.train.model_facts import Member, Postprocessing
 from voxlane.train.predictor import Mask, PredictConfig, Predictor, choose_device, place_network
 from voxlane.volume.description import Description
+from voxlane.volume.geometry import Geometry
 
 
 @dataclass
@@ -62,20 +63,23 @@ class ModelPredictor:
         image: npt.NDArray[Any],
         spacing: tuple[float, float, float],
         *,
+        geometry: Geometry | None = None,
         uri: str = "",
         progress: Callable[[int, int], None] | None = None,
     ) -> Mask:
         """Return the mask (Z, Y, X) of a scan (C, Z, Y, X) in its own canonical grid."""
         if len(self.predictors) == 1:
-            mask = self.predictors[0].predict(image, spacing, uri=uri, progress=progress)
+            mask = self.predictors[0].predict(image, spacing, geometry=geometry, uri=uri, progress=progress)
         else:
-            mask = to_mask(self._average(image, spacing, uri, progress), self.description, probabilities=True).numpy()
+            mean = self._average(image, spacing, geometry, uri, progress)
+            mask = to_mask(mean, self.description, probabilities=True).numpy()
         return apply_postprocessing(mask, self.postprocessing)
 
     def _average(
         self,
         image: npt.NDArray[Any],
         spacing: tuple[float, float, float],
+        geometry: Geometry | None,
         uri: str,
         progress: Callable[[int, int], None] | None,
     ) -> torch.Tensor:
@@ -88,7 +92,7 @@ class ModelPredictor:
                 if progress is not None:
                     progress(before * total + done, count * total)
 
-            probabilities = predictor.predict_probabilities(image, spacing, uri=uri, progress=step)
+            probabilities = predictor.predict_probabilities(image, spacing, geometry=geometry, uri=uri, progress=step)
             mean = probabilities if mean is None else mean.add_(probabilities)
         assert mean is not None
         return mean.div_(count)

@@ -225,7 +225,7 @@ def _predict(
     files: ResultFiles,
 ) -> npt.NDArray[np.uint8]:
     """Return the mask of a scan, and write it and its picture."""
-    mask = predictor.predict(scan.image, scan.geometry.spacing, uri=case.images[0])
+    mask = predictor.predict(scan.image, scan.geometry.spacing, geometry=scan.geometry, uri=case.images[0])
     files.pictures[case.id] = pictures.encode_png(pictures.draw_row(scan.image[0], label, mask, scan.geometry.spacing))
     if config.masks:
         files.write_mask(case.id, mask, scan.geometry)

@@ -52,7 +52,12 @@ def _format_channels(facts: ModelFacts) -> list[str]:
 def _describe_normalisation(norm: Normalisation) -> str:
     if norm.scheme == "ct":
         return f"clipped to {norm.lower:g} to {norm.upper:g}, mean {norm.mean:g}, standard deviation {norm.std:g}"
-    return {"zscore": "each scan's own mean and standard deviation", "none": "none"}[norm.scheme]
+    schemes = {
+        "zscore": "each scan's own mean and standard deviation",
+        "rescale": "each scan's own range",
+        "none": "none",
+    }
+    return schemes[norm.scheme]
 
 
 def _format_members(facts: ModelFacts) -> list[str]:

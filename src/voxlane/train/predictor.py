@@ -32,9 +32,10 @@ from voxlane.train.scan_inputs import ScanInput, parse_scan
 from voxlane.volume.case_checks import count_values
 from voxlane.volume.description import Description
 from voxlane.volume.formats import open_store
+from voxlane.volume.geometry import Geometry
 from voxlane.volume.grid import Grid, image_to_grid, mask_to_scan, outputs_to_scan, plan_grid
 from voxlane.volume.memory import available_bytes
-from voxlane.volume.plan import Plan, Triple, to_triple
+from voxlane.volume.plan import NNUNET_RECIPE, Plan, Triple, to_triple
 from voxlane.volume.scan import Scan, Spacing, strip_scan_suffix, write_mask
 from voxlane.volume.scan_checks import check_growth
 from voxlane.volume.scan_reader import read_channels
@@ -52,8 +53,9 @@ class PredictConfig:
     best means last."""
     overlap: float = pydantic.Field(default=0.5, ge=0, lt=1)
     """Fraction of a window that the next window overlaps."""
-    mirror: bool = False
-    """Average the predictions of all mirror images: eight times the work for slightly better accuracy."""
+    mirror: bool | None = None
+    """Average the predictions of all mirror images: eight times the work for slightly better accuracy. null: as nnU-Net
+    does, models that were imported from it mirror along the axes they were trained with; others do not."""
     window_batch: int = pydantic.Field(default=4, ge=1)
     """Number of windows predicted at once."""
     accelerator: Literal["auto", "cpu", "gpu"] = "auto"
@@ -96,7 +98,7 @@ class Predictor:
     checkpoints: tuple[RunCheckpoint, ...] = ()
     """The weights of each network."""
     mirror_axes: tuple[int, ...] = (0, 1, 2)
-    """Axes (z, y, x) that `config.mirror` mirrors along."""
+    """Axes (z, y, x) to mirror along."""
 
     @classmethod
     def load(cls, runs: Sequence[Run], config: PredictConfig | None = None) -> Predictor:
@@ -137,22 +139,37 @@ class Predictor:
                 self.patch,
                 overlap=self.config.overlap,
                 batch=self.config.window_batch,
-                mirror_axes=self.mirror_axes if self.config.mirror else (),
+                mirror_axes=self.mirror_axes if self._mirrors else (),
                 device=self.device,
                 autocast=self._autocast,
                 result_dtype=torch.float16,
+                float16_sums=self._rounds_as_nnunet,
                 progress=step,
             )
             if len(self.networks) == 1:
                 return logits
-            mean = logits.float() if mean is None else mean.add_(logits)
+            if mean is None:
+                mean = logits if self._rounds_as_nnunet else logits.float()
+            else:
+                mean.add_(logits)
         assert mean is not None
         return mean.div_(len(self.networks)).half()
 
     @property
+    def _rounds_as_nnunet(self) -> bool:
+        """Whether logits are rounded to float16 wherever nnU-Net does, so that an imported model gives its masks."""
+        return self.plan.recipe == NNUNET_RECIPE
+
+    @property
+    def _mirrors(self) -> bool:
+        return self.plan.recipe == NNUNET_RECIPE if self.config.mirror is None else self.config.mirror
+
+    @property
     def _autocast(self) -> torch.dtype | None:
         if self.config.precision == "auto":
-            return torch.bfloat16 if self.device.type == "cuda" else None
+            if self.device.type != "cuda":
+                return None
+            return torch.float16 if self._rounds_as_nnunet else torch.bfloat16
         return None if self.config.precision == "float32" else getattr(torch, self.config.precision)
 
     def predict(
@@ -160,24 +177,30 @@ class Predictor:
         image: npt.NDArray[Any],
         spacing: tuple[float, float, float],
         *,
+        geometry: Geometry | None = None,
         uri: str = "",
         progress: Callable[[int, int], None] | None = None,
     ) -> Mask:
-        """Return the mask (Z, Y, X) of a scan (C, Z, Y, X) in its own canonical grid."""
-        return self.mask_in_scan(*self._predict_on_grid(image, spacing, uri, progress))
+        """Return the mask (Z, Y, X) of a scan (C, Z, Y, X) in its own canonical grid.
+
+        geometry: the scan's, which models need that see scans along the axes of their files.
+        """
+        mask = self.mask_in_scan(*self._predict_on_grid(image, spacing, geometry, uri, progress))
+        return geometry.from_stored(mask) if geometry is not None and self.plan.axes == "stored" else mask
 
     def predict_probabilities(
         self,
         image: npt.NDArray[Any],
         spacing: tuple[float, float, float],
         *,
+        geometry: Geometry | None = None,
         uri: str = "",
         progress: Callable[[int, int], None] | None = None,
     ) -> torch.Tensor:
         """Return the probability (K, Z, Y, X) of each output, float32, in the scan's own canonical grid; outside of the
         scan's nonzero part all is background. Memory: twice the result."""
-        outputs, grid = self._predict_on_grid(image, spacing, uri, progress)
-        logits = outputs_to_scan(outputs.float(), grid)
+        outputs, grid = self._predict_on_grid(image, spacing, geometry, uri, progress)
+        logits = outputs_to_scan(outputs.float(), grid, separate=self.plan.resampling.separate)
         result = torch.zeros((len(logits), *grid.scan_shape))
         if self.description.regions:
             torch.sigmoid(logits, out=logits)
@@ -185,16 +208,23 @@ class Predictor:
             result[0] = 1
             logits = logits.softmax(0)
         result[(slice(None), *grid.crop)] = logits
+        if geometry is not None and self.plan.axes == "stored":
+            result = torch.from_numpy(np.ascontiguousarray(geometry.from_stored(result.numpy())))
         return result
 
     def _predict_on_grid(
         self,
         image: npt.NDArray[Any],
         spacing: tuple[float, float, float],
+        geometry: Geometry | None,
         uri: str,
         progress: Callable[[int, int], None] | None,
     ) -> tuple[torch.Tensor, Grid]:
         """Return the mean logits of a scan (C, Z, Y, X) on the plan's grid, and that grid."""
+        if self.plan.axes == "stored":
+            if geometry is None:
+                raise ConfigError("geometry: this model needs it, to see scans along the axes of their files")
+            image, spacing = np.ascontiguousarray(geometry.to_stored(image)), geometry.stored_spacing
         channels = self.description.channels
         if len(image) != len(channels):
             raise ScanError(
@@ -211,7 +241,9 @@ class Predictor:
 
     def mask_in_scan(self, outputs: torch.Tensor, grid: Grid) -> Mask:
         """Return a scan's mask from outputs on the plan's grid, resampled to the scan's grid one output at a time."""
-        channels = (outputs_to_scan(output[None].float(), grid)[0] for output in outputs)
+        dtype = torch.float16 if self._rounds_as_nnunet else torch.float32
+        separate = self.plan.resampling.separate
+        channels = (outputs_to_scan(output[None].float(), grid, separate=separate)[0].to(dtype) for output in outputs)
         best = None if self.description.regions else next(channels)
         mask = torch.zeros([side.stop - side.start for side in grid.crop], dtype=torch.uint8)
         for value, channel in zip(self.description.mask_values, channels, strict=True):
@@ -358,6 +390,7 @@ class ScanPredictor(Protocol):
         image: npt.NDArray[Any],
         spacing: tuple[float, float, float],
         *,
+        geometry: Geometry | None = None,
         uri: str = "",
         progress: Callable[[int, int], None] | None = None,
     ) -> Mask:
@@ -389,7 +422,8 @@ def predict(
             bar.total = total
             bar.update(done - bar.n)
 
-        mask = predictor.predict(scan.image, scan.geometry.spacing, uri=job.scan, progress=step)
+        geometry = scan.geometry
+        mask = predictor.predict(scan.image, geometry.spacing, geometry=geometry, uri=job.scan, progress=step)
     description = predictor.description
     write_mask(job.mask, mask, scan.geometry, dtype=mask_dtype(scan.dtype, description), config=config)
     voxel_ml = float(np.prod(scan.geometry.spacing)) / 1000

@@ -21,7 +21,7 @@ from voxlane.store import StoreConfig
 from voxlane.store.lease import Lease
 from voxlane.train.config import TrainConfig, build_config, merge_values, resolve_batch, resolve_network, split_batch
 from voxlane.train.dataset_location import check_dataset, describe_location
-from voxlane.train.initial_weights import plan_start
+from voxlane.train.initial_weights import InitialWeights, plan_start
 from voxlane.train.run import Run, TrainedRun, covers_config
 from voxlane.train.weight_transfer import format_transfer
 from voxlane.volume.dataset_objects import check_complete
@@ -101,16 +101,21 @@ def prepare_run(
                 raise error
             run.write_json("run.json", _describe_resume(run.read_facts(), facts))
         else:
-            if weights is not None:
-                if run.exists and run.has_results:
-                    raise run.already_exists_error()
-                weights.save(run)
-                facts["init"] = weights.facts
-            run.create(facts)
+            _create_run(run, facts, weights)
     if weights is not None and print_line is not None:
         for line in format_transfer(weights.facts):
             print_line(line)
     return config
+
+
+def _create_run(run: Run, facts: dict[str, Any], weights: InitialWeights | None) -> None:
+    """Write run.json, and before it the weights that the run starts from."""
+    if weights is not None:
+        if run.exists and run.has_results:
+            raise run.already_exists_error()
+        weights.save(run)
+        facts = {**facts, "init": weights.facts}
+    run.create(facts)
 
 
 def check_config(prepared: Prepared, config_values: Mapping[str, Any], ranks: int = 1) -> TrainConfig:

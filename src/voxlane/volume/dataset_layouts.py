@@ -118,19 +118,12 @@ def parse_nnunet(names: Collection[str], document: Any, root: str) -> DatasetDra
     """Parse raw data of nnU-Net 2: a dataset.json with channel_names, labels and file_ending, and files
     `imagesTr/CASE_0000.nii.gz` and `labelsTr/CASE.nii.gz`."""
     document_uri = posixpath.join(root, "dataset.json")
-    channels = _parse_channels(document, "channel_names", document_uri)
     suffix = document.get("file_ending", ".nii.gz")
     if suffix not in SCAN_SUFFIXES:
         raise LayoutError(
             f"file_ending: {suffix!r} is not supported", uri=document_uri, fix=f"Convert to {', '.join(SCAN_SUFFIXES)}"
         )
-    labels, regions = _parse_labels(document, document_uri)
-    description: dict[str, Any] = {"name": document.get("name") or _folder_name(root), "channels": channels}
-    description["labels"] = labels
-    if regions:
-        description["regions"] = regions
-        if document.get("regions_class_order") is not None:
-            description["region_values"] = document["regions_class_order"]
+    description = parse_nnunet_description(document, document_uri, _folder_name(root))
     existing = set(names)
     cases = []
     if isinstance(document.get("dataset"), Mapping):
@@ -145,7 +138,7 @@ def parse_nnunet(names: Collection[str], document: Any, root: str) -> DatasetDra
     else:
         pattern = re.compile(rf"(?:imagesTr/(.+)_\d{{4}}|labelsTr/(.+)){re.escape(suffix)}$")
         for case_id in sorted({match[1] or match[2] for name in existing if (match := pattern.match(name))}):
-            images = tuple(f"imagesTr/{case_id}_{i:04d}{suffix}" for i in range(len(channels)))
+            images = tuple(f"imagesTr/{case_id}_{i:04d}{suffix}" for i in range(len(description["channels"])))
             label = f"labelsTr/{case_id}{suffix}"
             cases.append(SourceCase(case_id, case_id, images, label if label in existing else None))
     if not cases:
@@ -153,6 +146,18 @@ def parse_nnunet(names: Collection[str], document: Any, root: str) -> DatasetDra
             f"dataset.json is nnU-Net's, but there is no imagesTr/*_0000{suffix}", uri=root, fix=_suggest_source(names)
         )
     return DatasetDraft("nnunet", description, cases)
+
+
+def parse_nnunet_description(document: Any, document_uri: str, name: str) -> dict[str, Any]:
+    """Return the fields of the description in nnU-Net's dataset.json; `name` is the dataset's if that has none."""
+    channels = _parse_channels(document, "channel_names", document_uri)
+    labels, regions = _parse_labels(document, document_uri)
+    description: dict[str, Any] = {"name": document.get("name") or name, "channels": channels, "labels": labels}
+    if regions:
+        description["regions"] = regions
+        if document.get("regions_class_order") is not None:
+            description["region_values"] = document["regions_class_order"]
+    return description
 
 
 def _confine(path: str, field: str, document_uri: str, root: str) -> str:

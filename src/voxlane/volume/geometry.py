@@ -47,7 +47,7 @@ class Geometry:
         return cls((int(shape[0]), int(shape[1]), int(shape[2])), _to_affine(matrix))
 
     @cached_property
-    def _anatomical_axes(self) -> tuple[tuple[int, int, int], tuple[bool, bool, bool]]:
+    def anatomical_axes(self) -> tuple[tuple[int, int, int], tuple[bool, bool, bool]]:
         """The file's axis closest to each of R, A and S, and whether it runs in the opposite direction."""
         from nibabel.orientations import io_orientation
 
@@ -60,13 +60,13 @@ class Geometry:
     @property
     def canonical_shape(self) -> tuple[int, int, int]:
         """Number of voxels along the anatomical axes (z, y, x)."""
-        x, y, z = self._anatomical_axes[0]
+        x, y, z = self.anatomical_axes[0]
         return self.shape[z], self.shape[y], self.shape[x]
 
     @cached_property
     def canonical_affine(self) -> Affine:
         """Like `affine`, but for an index (x, y, z) along the anatomical axes."""
-        order, flips = self._anatomical_axes
+        order, flips = self.anatomical_axes
         matrix = np.asarray(self.affine)
         rotated = matrix.copy()
         for axis, (source, flip) in enumerate(zip(order, flips, strict=True)):
@@ -83,13 +83,28 @@ class Geometry:
 
     def to_canonical(self, array: Array) -> Array:
         """Return a view of `array` (..., x, y, z), in file order, as (..., z, y, x) along the anatomical axes."""
-        order, flips = self._anatomical_axes
+        order, flips = self.anatomical_axes
         return _flip(_permute(array, order), flips).swapaxes(-1, -3)
 
     def from_canonical(self, array: Array) -> Array:
         """Return a view of `array` (..., z, y, x), along the anatomical axes, as (..., x, y, z) in the file's order."""
-        order, flips = self._anatomical_axes
+        order, flips = self.anatomical_axes
         return _permute(_flip(array.swapaxes(-1, -3), flips), [order.index(axis) for axis in range(3)])
+
+    @property
+    def stored_spacing(self) -> tuple[float, float, float]:
+        """Millimetres between voxels along the file's own axes, in the order (z, y, x)."""
+        x, y, z = (float(v) for v in np.linalg.norm(np.asarray(self.affine)[:3, :3], axis=0))
+        return z, y, x
+
+    def to_stored(self, array: Array) -> Array:
+        """Return a view of `array` (..., z, y, x), along the anatomical axes, as (..., z, y, x) along the file's."""
+        return self.from_canonical(array).swapaxes(-1, -3)
+
+    def from_stored(self, array: Array) -> Array:
+        """Return a view of `array` (..., z, y, x), along the file's own axes, as (..., z, y, x) along the anatomical
+        ones."""
+        return self.to_canonical(array.swapaxes(-1, -3))
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Geometry:
@@ -155,7 +170,7 @@ def max_index_distance_mm(a: Geometry, b: Geometry) -> float:
 def align_axes(array_zyx: Array, source: Geometry, target: Geometry) -> Array:
     """Return `array_zyx` of grid `source` along the anatomical axes that `target` uses, for two files of the same grid.
     These axes differ only near 45 degrees, where rounding in a header decides which anatomical axis is closest."""
-    if source.shape == target.shape and source._anatomical_axes != target._anatomical_axes:
+    if source.shape == target.shape and source.anatomical_axes != target.anatomical_axes:
         canonical = _max_distance_mm(source.canonical_shape[::-1], source.canonical_affine, target.canonical_affine)
         if _max_distance_mm(source.shape, source.affine, target.affine) < canonical:
             return target.to_canonical(source.from_canonical(array_zyx))

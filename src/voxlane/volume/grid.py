@@ -53,8 +53,13 @@ class Grid:
 
     @property
     def nearest_axis(self) -> int | None:
-        """The axis that is not interpolated in nnU-Net's recipe, if any."""
+        """The axis along which nnU-Net's recipe does not interpolate scans and labels, if any."""
         return resample.find_coarse_axis(self.scan_spacing, self.spacing)
+
+    @property
+    def outputs_nearest_axis(self) -> int | None:
+        """The axis along which nnU-Net's recipe does not interpolate outputs, if any."""
+        return resample.find_coarse_axis(self.spacing, self.scan_spacing)
 
 
 def plan_grid(image: Array, spacing: tuple[float, float, float], plan: Plan) -> Grid:
@@ -84,7 +89,9 @@ def image_to_grid(image: Array, grid: Grid, plan: Plan) -> npt.NDArray[np.float3
         source = torch.from_numpy(np.require(cropped, np.float32, ["C", "W"]))[None]
         resampled = functional.interpolate(source, grid.shape, mode="trilinear", align_corners=True)[0].numpy()
         return _pad_edges(normalise.apply(resampled, plan.normalisation), grid)
-    return resample.to_shape(normalise.apply(cropped, plan.normalisation), grid.shape, nearest_axis=grid.nearest_axis)
+    nearest_axis = grid.nearest_axis if plan.resampling.separate else None
+    normalised = normalise.apply(cropped, plan.normalisation)
+    return resample.to_shape(normalised, grid.shape, nearest_axis=nearest_axis, order=plan.resampling.order)
 
 
 def label_to_grid(label: npt.NDArray[np.uint8], grid: Grid, plan: Plan) -> npt.NDArray[np.uint8]:
@@ -93,14 +100,17 @@ def label_to_grid(label: npt.NDArray[np.uint8], grid: Grid, plan: Plan) -> npt.N
     if plan.recipe == MLPERF_RECIPE:
         source = torch.from_numpy(np.require(cropped, requirements=["C", "W"]))[None, None]
         return _pad_edges(functional.interpolate(source, grid.shape, mode="nearest")[0, 0].numpy(), grid)
-    return resample.label_to_shape(cropped, grid.shape, nearest_axis=grid.nearest_axis)
+    nearest_axis = grid.nearest_axis if plan.resampling.separate else None
+    return resample.label_to_shape(cropped, grid.shape, nearest_axis=nearest_axis)
 
 
-def outputs_to_scan(outputs: torch.Tensor, grid: Grid) -> torch.Tensor:
-    """Interpolate a network's outputs (K, Z, Y, X) from the plan's grid to the cropped part of the scan."""
+def outputs_to_scan(outputs: torch.Tensor, grid: Grid, *, separate: bool = True) -> torch.Tensor:
+    """Interpolate a network's outputs (K, Z, Y, X) from the plan's grid to the cropped part of the scan. `separate` is
+    that of the plan's `Resampling`."""
     z, y, x = (slice(p, p + n) for p, n in zip(grid.pad, grid.shape, strict=True))
     scan_crop = to_triple(b - a for a, b in zip(grid.crop_start, grid.crop_stop, strict=True))
-    return resample.restore_probabilities(outputs[:, z, y, x], scan_crop, nearest_axis=grid.nearest_axis)
+    nearest_axis = grid.outputs_nearest_axis if separate else None
+    return resample.restore_probabilities(outputs[:, z, y, x], scan_crop, nearest_axis=nearest_axis)
 
 
 def compute_grid_affine(grid: Grid, scan_affine: Affine, plan: Plan) -> list[list[float]]:

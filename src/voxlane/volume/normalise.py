@@ -59,6 +59,9 @@ def apply(image: NDArray[Any], normalisation: Sequence[Normalisation]) -> NDArra
             channel[mask] = _zscore(inside) if inside.size else inside
         elif scheme.scheme == "zscore":
             channel[...] = _zscore(channel)
+        elif scheme.scheme == "rescale":
+            channel -= channel.min()
+            channel /= np.float32(max(float(channel.max()), _SMALLEST_STD))
     return result
 
 
@@ -68,9 +71,9 @@ def encode(
     """Encode a normalised `image` (C, Z, Y, X) as integers; also return each channel's scale and offset (see `decode`).
 
     ct: one step is one Hounsfield unit, so rounding changes a voxel by at most half of one; the range of a CT that was
-    normalised before is divided into 65534 steps. zscore: one step is 1/512
-    of a standard deviation, and values beyond 64 standard deviations are clipped. none: integers that fit are stored as
-    they are, otherwise the channel's range is divided into 65534 steps.
+    normalised before is divided into 65534 steps. zscore: one step is 1/512 of a standard deviation, and values beyond
+    64 standard deviations are clipped. none and rescale: integers that fit are stored as they are, otherwise the
+    channel's range is divided into 65534 steps.
     """
     _check_channels(image, len(normalisation))
     units = [_scale_and_offset(channel, scheme) for channel, scheme in zip(image, normalisation, strict=True)]

@@ -47,7 +47,7 @@ from voxlane.volume.dataset_index import OBJECT_LISTS, VERSION, read_objects
 from voxlane.volume.description import Description
 from voxlane.volume.formats.npy import NPY_SUFFIX
 from voxlane.volume.grid import MLPERF_RECIPE, compute_grid_affine, image_to_grid, label_to_grid, plan_grid
-from voxlane.volume.plan import Plan
+from voxlane.volume.plan import Plan, Resampling
 from voxlane.volume.prepared_dataset import Prepared, PreparedCase, as_prefix, case_key
 from voxlane.volume.resample import compute_new_shape
 from voxlane.volume.scan_checks import check_growth
@@ -154,9 +154,7 @@ def prepare(
         assert merged is not None
         problems, bad = findings.problems, findings.bad_cases
         good = [case for case in source.cases if case.id not in bad]
-        volume_fields = ("recipe", "spacing", "normalisation", "patch", "pad_to_patch")
-        volume_settings = {name: settings.to_plain(plan)[name] for name in volume_fields}
-        writes = make_tasks("write", good, plan, volume_settings, *spacing)
+        writes = make_tasks("write", good, plan, _select_volume_settings(plan), *spacing)
         stored = _list_volumes(store, prefix)
         # A case whose content was found to differ from what an earlier run read is written again.
         differing = {name for name, result in earlier.items() if result["fingerprint"] != results[name]["fingerprint"]}
@@ -237,6 +235,14 @@ def _load_groups(source: SourceDataset, options: PrepareConfig, config: StoreCon
     if options.split not in (None, BALANCED, HASH):
         load_split(options.split, patients, groups=groups, config=config)
     return groups
+
+
+def _select_volume_settings(plan: Plan) -> dict[str, Any]:
+    """Return the fields of a plan that determine the prepared volumes."""
+    fields: tuple[str, ...] = ("recipe", "spacing", "normalisation", "patch", "pad_to_patch")
+    if plan.resampling != Resampling():  # otherwise the settings, and so the volumes, are those of older versions
+        fields = (*fields, "resampling")
+    return {name: settings.to_plain(plan)[name] for name in fields}
 
 
 def _make_split(
@@ -369,6 +375,8 @@ def _override_plan(plan: Plan, overrides: Mapping[str, Any]) -> Plan:
             f"plan.recipe: {changed.recipe!r} does not match recipe={plan.recipe}",
             fix=f"Set recipe={changed.recipe}, or omit plan.recipe",
         )
+    if changed.axes != "anatomical":
+        raise ConfigError("plan.axes: a prepared dataset has anatomical axes", fix="Omit plan.axes")
     return changed
 
 

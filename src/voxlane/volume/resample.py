@@ -51,9 +51,9 @@ def find_coarse_axis(spacing: tuple[float, ...], target: tuple[float, ...]) -> i
     return None
 
 
-def to_shape(image: Array, shape: Triple, *, nearest_axis: int | None = None) -> NDArray[np.float32]:
-    """Resize `image` (C, Z, Y, X) to `shape` by cubic splines with repeated edges, with the nearest voxel along
-    `nearest_axis`.
+def to_shape(image: Array, shape: Triple, *, nearest_axis: int | None = None, order: int = 3) -> NDArray[np.float32]:
+    """Resize `image` (C, Z, Y, X) to `shape` by splines with repeated edges, with the nearest voxel along
+    `nearest_axis`. The splines are of order 3 (cubic), 1 (linear) or 0 (the nearest voxel).
 
     Values stay within the range of each channel, or of each slice across `nearest_axis`. Memory: the result and up to
     two channels of the larger grid in float32.
@@ -62,7 +62,7 @@ def to_shape(image: Array, shape: Triple, *, nearest_axis: int | None = None) ->
         return np.asarray(image, np.float32)
     result = np.empty((image.shape[0], *shape), np.float32)
     for volume, resized in zip(image, result, strict=True):
-        resized[...] = _resize_splines(np.ascontiguousarray(volume, np.float32), shape, nearest_axis)
+        resized[...] = _resize_splines(np.ascontiguousarray(volume, np.float32), shape, nearest_axis, order)
     return result
 
 
@@ -85,7 +85,7 @@ def label_to_shape(label: NDArray[np.uint8], shape: Triple, *, nearest_axis: int
         used_columns = np.flatnonzero((label != 0).any(axis=others))
         columns = slice(int(used_columns[0]), int(used_columns[-1]) + 1)
         nearest_voxels = _nearest_voxels(old, new)
-        matrix = np.eye(old, dtype=np.float32)[nearest_voxels] if axis == nearest_axis else _linear_matrix(old, new)
+        matrix = _interpolation_matrix(old, new, 0 if axis == nearest_axis else 1)
         rows = np.flatnonzero((matrix[:, columns] != 0).any(axis=1))
         if not len(rows):
             return result
@@ -124,7 +124,9 @@ def restore_probabilities(
     return result
 
 
-def _resize_splines(volume: NDArray[np.float32], shape: Triple, nearest_axis: int | None) -> NDArray[np.float32]:
+def _resize_splines(
+    volume: NDArray[np.float32], shape: Triple, nearest_axis: int | None, order: int
+) -> NDArray[np.float32]:
     """Resize one channel for `to_shape`."""
     nearest_slices = None
     if nearest_axis is not None and volume.shape[nearest_axis] != shape[nearest_axis]:
@@ -139,7 +141,7 @@ def _resize_splines(volume: NDArray[np.float32], shape: Triple, nearest_axis: in
     # Shrinking first leaves less work for the remaining axes.
     for axis in sorted(within, key=lambda a: shape[a] / volume.shape[a]):
         if volume.shape[axis] != shape[axis]:
-            volume = _apply_matrix(volume, _spline_matrix(volume.shape[axis], shape[axis]), axis)
+            volume = _apply_matrix(volume, _interpolation_matrix(volume.shape[axis], shape[axis], order), axis)
     np.clip(volume, low, high, out=volume)
     return volume if nearest_slices is None else np.take(volume, nearest_slices, axis=nearest_axis)
 
@@ -195,6 +197,13 @@ def _positions(old: int, new: int) -> NDArray[np.float64]:
 def _nearest_voxels(old: int, new: int) -> NDArray[np.int64]:
     """Return the index of the old voxel nearest to each new one."""
     return np.clip(np.floor(_positions(old, new) + 0.5), 0, old - 1).astype(np.int64)
+
+
+def _interpolation_matrix(old: int, new: int, order: int) -> NDArray[np.float32]:
+    """Return the matrix (new, old) that resizes a line by splines of an order."""
+    if order == 0:
+        return np.eye(old, dtype=np.float32)[_nearest_voxels(old, new)]
+    return _linear_matrix(old, new) if order == 1 else _spline_matrix(old, new)
 
 
 def _linear_matrix(old: int, new: int) -> NDArray[np.float32]:

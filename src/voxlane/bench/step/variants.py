@@ -35,6 +35,8 @@ class NetworkShape:
     strides: tuple[tuple[int, int, int], ...] = ((1, 1, 1), *((2, 2, 2),) * 5)
     kernels: tuple[tuple[int, int, int], ...] = ((3, 3, 3),) * 6
     convs: int = 2
+    encoder_convs: None = None
+    decoder_convs: None = None
     norm: Literal["instance"] = "instance"
 
 

@@ -1,0 +1,1 @@
+"""Models that other programs trained, as exported models of voxlane."""

@@ -289,12 +289,15 @@ def test_network_and_patch_are_the_trained_ones(run: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("checkpoint", "phrase"), [("best", "slightly optimistic"), ("last", "the scores of the run's last weights")]
+    ("checkpoint", "phrase"),
+    [("best", "slightly optimistic"), ("last", "Scored: last weights, of step 600 (digest 0123456789ab).")],
 )
 def test_page_says_which_weights_were_scored(run: Path, checkpoint: str, phrase: str) -> None:
     file = run / "evaluation/validation/summary.json"
     assert phrase not in Outline(render_page(run)).text
-    file.write_text(json.dumps({**json.loads(file.read_text()), "config": {"predict": {"checkpoint": checkpoint}}}))
+    scored = {"run_uri": f"file://{run}", "name": checkpoint, "step": 600, "digest": "0123456789abcdef"}
+    config = {"predict": {"checkpoint": checkpoint}}
+    file.write_text(json.dumps({**json.loads(file.read_text()), "config": config, "checkpoints": [scored]}))
     assert phrase in Outline(render_page(run)).text
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from voxlane import uri as uris
 from voxlane.errors import NotFoundError, PreparedError, RunError
+from voxlane.sizes import format_plural
 from voxlane.train.run import Run, TrainedRun
 from voxlane.volume.prepared_dataset import Prepared
 
@@ -79,12 +80,12 @@ def explain_difference(trained: TrainedRun, prepared: Prepared) -> str:
     own_cases, cases = {*trained.training_cases, *trained.held_out_cases}, set(prepared.ids)
     if missing := sorted(own_cases - cases):
         return f"{len(missing)} of the run's {len(own_cases)} cases are not in it, such as {missing[0]}"
+    if new := sorted(cases - own_cases):
+        return f"it has {format_plural(len(new), 'more case')}, such as {new[0]}"
     if prepared.description != trained.description:
         return "it has other channels, labels or regions"
     if prepared.plan != trained.plan:
         return "it was prepared with another plan (spacing, normalisation, patch, batch or network)"
-    if new := sorted(cases - own_cases):
-        return f"it has {len(new)} more cases, such as {new[0]}"
     if len(prepared.digest) != len(trained.data_digest):
         return ""  # digests of two versions of voxlane, which cannot be compared
     digests = f"its digest is {prepared.digest[:12]}, that of the run's was {trained.data_digest[:12]}"

@@ -67,7 +67,7 @@ benchmarks/results/segmentation_loading.json. Requests are those for chunks, wit
 ranges of one object."""
 PREPARED_BYTES = 43.13e6
 """Bytes of a prepared CT of 300 x 512 x 512 and its label: benchmarks/results/patch_readers.json."""
-WHOLE_CPU_S_PER_BYTE = 1.63e-9
+WHOLE_CPU_S_PER_BYTE = 1.57e-9
 """Processor time of voxlane's client for objects of 150 MiB on GCS, in a map-style epoch at 20 ms:
 median of benchmarks/results/loading.json."""
 FOREGROUND_SHARE = 0.33

@@ -95,14 +95,19 @@ def test_model_says_where_it_comes_from(root: Path, call: Any, tmp_path: Path) -
 
 def test_scores_of_other_weights_are_left_out(root: Path, call: Any, tmp_path: Path) -> None:
     run = Path(shutil.copytree(root / "cv", tmp_path / "cv"))
-    status, _, err = call("export", run, tmp_path / "best", "--checkpoint", "best")
+    summary_file = run / "evaluation/cross-validation/summary.json"
+    summary = json.loads(summary_file.read_text())
+    summary["checkpoints"][0]["digest"] = "0" * 64
+    summary_file.write_text(json.dumps(summary))
+    status, _, err = call("export", run, tmp_path / "other")
     assert status == 0
-    assert "exported without scores: the evaluation scored the last checkpoint; run voxlane evaluate first" in err
-    assert load_model(str(tmp_path / "best")).facts.scores == {}
-    (run / "fold_0/checkpoints/last.ckpt").touch()
-    status, _, err = call("export", run, tmp_path / "newer")
+    assert "exported without scores: the evaluation scored other weights; run voxlane evaluate first" in err
+    assert load_model(str(tmp_path / "other")).facts.scores == {}
+    del summary["checkpoints"]  # as evaluations of earlier versions
+    summary_file.write_text(json.dumps(summary))
+    status, _, err = call("export", run, tmp_path / "unknown")
     assert status == 0
-    assert "exported without scores: the evaluation is older than the checkpoint" in err
+    assert "exported without scores: the evaluation does not say what it scored; run voxlane evaluate first" in err
     status, _, err = call("export", run / "fold_0", tmp_path / "single")
     assert "exported without scores; run voxlane evaluate first to have them" in err
     assert "note: the model card states nothing for --licence" in err

@@ -2,6 +2,9 @@
 
 import sys
 
-from voxlane.cli.main import main
+try:
+    from voxlane.cli.main import main
+except KeyboardInterrupt:  # Ctrl-C before the command line could handle it
+    sys.exit(130)
 
 sys.exit(main())

@@ -70,6 +70,20 @@ def test_torch_export_computes_the_same_logits(tmp_path: Path) -> None:
             assert (program(windows) - own_logits(member, windows)).abs().max() < MAX_DIFFERENCE
 
 
+@pytest.mark.parametrize("file", ["fold_0.onnx", "fold_0.pt2"])
+def test_files_name_no_path_of_this_machine(file: str, tmp_path: Path) -> None:
+    """torch notes the source of each operation with its path; the card is that of the format."""
+    format_name: graph_export.GraphFormat = "onnx" if file.endswith("onnx") else "torch-export"
+    export_graphs(collect(make_member("fold_0")), str(tmp_path / "m"), format_name)
+    for path in (tmp_path / "m").iterdir():
+        body = path.read_bytes()
+        for text in (b"site-packages", b".py", str(tmp_path).encode()):
+            assert text not in body
+    card = (tmp_path / "m/README.md").read_text()
+    assert file.replace("fold_0", "NAME") in card
+    assert "model.json" not in card
+
+
 def test_description_has_all_that_is_done_around_networks(tmp_path: Path) -> None:
     other = make_member("coarse", plan=dataclasses.replace(PLAN, spacing=(3.0, 2.0, 2.0)))
     postprocessing = Postprocessing(keep_largest=((1, 2),))

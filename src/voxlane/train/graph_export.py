@@ -39,6 +39,14 @@ MAX_DIFFERENCE = 1e-3
 INFERENCE_JSON = "inference.json"
 _SUFFIXES: dict[GraphFormat, str] = {"onnx": ".onnx", "torch-export": ".pt2"}
 _INPUT, _OUTPUT = "image", "logits"
+_USAGE: dict[GraphFormat, str] = {
+    "onnx": 'onnxruntime.InferenceSession("NAME.onnx").run(["logits"], {"image": windows})',
+    "torch-export": 'torch.export.load("NAME.pt2").module()(windows)',
+}
+_FILES = (
+    "Each network is one file: windows in, logits out. `inference.json` has the SHA-256 of each, and the steps before "
+    "and after the networks."
+)
 
 
 def export_graphs(
@@ -74,16 +82,22 @@ def export_graphs(
             entry = writer.copy_file(name, path)
             networks.append({"member": member.name, "file": name, **settings.to_plain(entry), "difference": difference})
             os.remove(path)
-        writer.write(CARD, [format_card(facts).encode()])
+        writer.write(CARD, [format_card(facts, _USAGE[format], _FILES).encode()])
         writer.finish(json.dumps(_describe(model, networks, format, opset), indent=1).encode())
     return [str(network["file"]) for network in networks]
 
 
 def trace(network: nn.Module, channels: int, patch: tuple[int, ...]) -> torch.export.ExportedProgram:
-    """Return the program of a network for windows of one size in batches of any size."""
+    """Return the program of a network for windows of one size in batches of any size.
+
+    torch notes at each operation which lines of source called it, with their paths on this machine; they are removed.
+    """
     example = torch.zeros(2, channels, *patch)
     with _quiet(), torch.no_grad():
-        return torch.export.export(network, (example,), dynamic_shapes=({0: torch.export.Dim("batch")},))
+        program = torch.export.export(network, (example,), dynamic_shapes=({0: torch.export.Dim("batch")},))
+    for node in program.graph.nodes:
+        node.meta.pop("stack_trace", None)
+    return program
 
 
 def compare(run: Callable[[Tensor], Tensor], network: nn.Module, channels: int, patch: tuple[int, ...]) -> float:

@@ -9,13 +9,23 @@ from typing import Any
 from voxlane.train.model_facts import Member, ModelFacts
 from voxlane.volume.plan import Normalisation
 
+_USAGE = "voxlane predict MODEL SCAN... -o MASKS"
+_FILES = (
+    "`model.json` describes the networks, plans and labels, and has the SHA-256 of every other file. Weights are "
+    "safetensors."
+)
 
-def format_card(facts: ModelFacts) -> str:
-    """Return the model card as Markdown, with a header that model hubs read."""
-    return "\n".join(line for section in _sections(facts) for line in (*section, ""))
+
+def format_card(facts: ModelFacts, usage: str = _USAGE, files: str = _FILES) -> str:
+    """Return the model card as Markdown, with a header that model hubs read.
+
+    usage: the command that runs the model. files: what its files hold, in words. Both are by default those of voxlane's
+    own format.
+    """
+    return "\n".join(line for section in _sections(facts, usage, files) for line in (*section, ""))
 
 
-def _sections(facts: ModelFacts) -> Iterator[list[str]]:
+def _sections(facts: ModelFacts, usage: str, files: str) -> Iterator[list[str]]:
     description = facts.description
     yield ["---", "library_name: voxlane", f"license: {json.dumps(facts.licence or 'unknown')}", "---"]
     yield [
@@ -24,7 +34,7 @@ def _sections(facts: ModelFacts) -> Iterator[list[str]]:
         f"Segments {', '.join(description.targets)} in {' + '.join(description.channels)} scans with "
         f"{len(facts.members)} network{'s' * (len(facts.members) != 1)}. Exported on {facts.created[:10]}.",
     ]
-    yield ["    voxlane predict MODEL SCAN... -o MASKS"]
+    yield [f"    {usage}"]
     yield ["## Intended use", "", facts.intended_use or "Not stated by whoever exported the model."]
     yield ["## Licence", "", facts.licence or "Not stated by whoever exported the model: ask before using the weights."]
     yield ["## Input and output", "", *_format_channels(facts)]
@@ -32,12 +42,7 @@ def _sections(facts: ModelFacts) -> Iterator[list[str]]:
     yield ["## Networks", "", *_format_members(facts)]
     yield ["## Training data", "", *_format_data(facts)]
     yield ["## Scores", "", *_format_scores(facts)]
-    yield [
-        "## Files",
-        "",
-        "`model.json` describes the networks, plans and labels, and has the SHA-256 of every other file. "
-        "Weights are safetensors.",
-    ]
+    yield ["## Files", "", files]
 
 
 def _format_channels(facts: ModelFacts) -> list[str]:
@@ -61,13 +66,14 @@ def _describe_normalisation(norm: Normalisation) -> str:
 
 
 def _format_members(facts: ModelFacts) -> list[str]:
-    headers = ("network", "source", "held-out fold", "epochs", "spacing in mm (z, y, x)", "window (z, y, x)")
+    sizes = ("spacing in mm (z, y, x)", "window (z, y, x)")
+    headers = ("network", "source", "held-out fold", "epochs", "step", "digest of weights", *sizes)
 
     def row(member: Member) -> tuple[Any, ...]:
         origin = member.provenance
-        fold, epochs = (_or_dash(value) for value in (origin.fold, origin.epoch))
+        training = (_or_dash(value) for value in (origin.fold, origin.epoch, origin.step, origin.digest[:12] or None))
         spacing = " x ".join(f"{mm:g}" for mm in member.plan.spacing)
-        return member.name, origin.source or "-", fold, epochs, spacing, " x ".join(map(str, member.patch))
+        return member.name, origin.source or "-", *training, spacing, " x ".join(map(str, member.patch))
 
     return _table(headers, map(row, facts.members))
 

@@ -35,6 +35,8 @@ class Provenance:
     """Number of epochs that the network was trained for."""
     step: int | None = None
     """Number of steps that the network was trained for."""
+    digest: str = ""
+    """SHA-256 of the weights, by which evaluations name them; empty if they are not from a run."""
     scores: Mapping[str, float | None] = pydantic.Field(default_factory=dict)
     """Mean Dice of each target on the held-out cases, where the run was evaluated."""
     details: Mapping[str, Any] = pydantic.Field(default_factory=dict)

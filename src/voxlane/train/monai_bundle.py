@@ -34,6 +34,11 @@ from voxlane.volume.grid import MLPERF_RECIPE
 from voxlane.volume.plan import Plan
 
 _METADATA = "configs/metadata.json"
+_USAGE = "python -m monai.bundle run --config_file configs/inference.json --dataset_dir SCANS --output_dir MASKS"
+_FILES = (
+    "`models/model.pt2` is the mean of all networks, `configs/inference.json` has the steps from scans to masks, and "
+    "`configs/metadata.json` describes the model."
+)
 _MONAI = "1.6.1"
 """Version of MONAI that a test runs bundles with."""
 _EXPRESSED = ("recipe", "spacing", "normalisation", "patch", "batch", "network", "batch_dice", "pad_to_patch")
@@ -82,7 +87,7 @@ def export_bundle(model: CollectedModel, target: str, config: StoreConfig | None
         writer.copy_file("models/model.pt2", path)
         inference = json.dumps(make_inference(facts, member), indent=1)
         writer.write("configs/inference.json", [inference.encode()])
-        writer.write("docs/README.md", [format_card(facts).encode()])
+        writer.write("docs/README.md", [format_card(facts, _USAGE, _FILES).encode()])
         writer.finish(json.dumps(make_metadata(facts, member, difference), indent=1).encode())
 
 

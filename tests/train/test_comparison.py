@@ -161,6 +161,11 @@ def test_mistakes(runs: tuple[str, str], tmp_path: Path) -> None:
     folder = write_scores(tmp_path / "other", {"z": {"kidney": 0.8}})
     with pytest.raises(RunError, match=r"no case in common: A has c00, .* and 8 more, B has z. Compare runs that were"):
         compare(runs[0], str(folder))
+    folder = write_scores(tmp_path / "by-value", {"c03": {"1": 0.8}})
+    with pytest.raises(
+        RunError, match=r"no target in common: A has kidney, tumour, B has 1. Score masks with the names"
+    ):
+        compare(runs[0], str(folder))
     (folder / "cases.json").write_text('{"a": 1}')
     with pytest.raises(RunError, match=r"cases.json: the file does not have the content that voxlane writes"):
         compare(runs[0], str(folder))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +13,7 @@ from voxlane.model.metrics import AVERAGED_SCORES
 from voxlane.model.statistics import compare_paired, describe_bootstrap
 from voxlane.sizes import format_plural
 from voxlane.store import StoreConfig
-from voxlane.train.findings import mean_dice, score
+from voxlane.train.findings import find_stale_checkpoints, mean_dice, score
 from voxlane.train.run import Run
 
 _PREFERRED = ("cross-validation", "validation")
@@ -111,12 +111,15 @@ def compare(first: str, second: str, config: StoreConfig | None = None, *, evalu
         raise RunError(
             f"no {kind} in common: A has {_shorten(own)}, B has {_shorten(others)}",
             uri=b.folder.folder_uri,
-            fix="Compare runs that were scored on the same cases, such as those of one fold",
+            fix="Compare runs that were scored on the same cases, such as those of one fold"
+            if not cases
+            else "Score masks with the names of the others: voxlane score ... 'labels={NAME: VALUE}'",
         )
     draft = Comparison(a, b, cases, targets, {}, ())
     table = {target: {name: _compare(draft, target, name) for name in AVERAGED_SCORES} for target in targets}
     table[MEAN] = {"dice": _compare(draft, MEAN, "dice")}
-    return Comparison(a, b, cases, targets, table, tuple(_find_caveats(draft, names)))
+    notes = [*_find_stale_scores(sets, (first, second), names, config), *_find_caveats(draft, names)]
+    return Comparison(a, b, cases, targets, table, tuple(notes))
 
 
 def _compare(comparison: Comparison, target: str, name: str) -> dict[str, Any]:
@@ -174,6 +177,17 @@ def _read_scores(folder: Run, uri: str, name: str) -> ScoreSet:
     parts = [part for part in uris.parse(uri).key.split("/") if part and part != "cases.json"]
     title = parts[-1] if parts else uri
     return ScoreSet(folder, title if not name else f"{title} ({name})", {str(r["case"]): r for r in rows}, summary)
+
+
+def _find_stale_scores(
+    sets: Sequence[ScoreSet], run_uris: Sequence[str], names: Sequence[str], config: StoreConfig | None
+) -> Iterator[str]:
+    """Say which scores of runs are not those of the runs' weights now."""
+    for title, own, uri, name in zip("AB", sets, run_uris, names, strict=True):
+        for checkpoint in find_stale_checkpoints(Run(uri, config), name, own.summary) if name else ():
+            run = checkpoint.fold or "the run"
+            trained = f"{run} has weights of step {checkpoint.newest_step:,} now"
+            yield f"{title}'s scores are of step {checkpoint.step:,}, and {trained}: evaluate it again"
 
 
 def _find_caveats(comparison: Comparison, names: Sequence[str]) -> list[str]:

@@ -284,6 +284,9 @@ def format_table(evaluation: EvaluationResult, description: Description) -> str:
     lines.append(f"{'mean':<16}{_format_number(mean_dice, 8, 3)}{_format_interval(interval)}")
     resamples = evaluation.summary["bootstrap"]["resamples"]
     lines.append(f"95% CI: percentile bootstrap of the mean, {resamples:,} resamples of the cases")
+    for scored in evaluation.summary.get("checkpoints") or ():
+        step = "" if scored["step"] is None else f" of step {scored['step']:,}"
+        lines.append(f"scored: {scored['name']} weights{step} of {scored['run_uri']} (digest {scored['digest'][:12]})")
     return "\n".join(lines)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 import re
@@ -205,6 +206,18 @@ def read_findings(run_uri: str, config: StoreConfig | None = None) -> Findings:
         stall=read("stall.json", dict) or {},
         damaged_files=damaged,
     )
+
+
+def find_stale_checkpoints(run: Run, name: str, summary: Mapping[str, Any]) -> list[ScoredCheckpoint]:
+    """Return the weights that the evaluation `name` of a run scored, and that are not the run's weights any more; none
+    if `run` is only a folder of scores, or its history cannot be read."""
+    findings = Findings(uri=run.folder_uri, run={})
+    with contextlib.suppress(RunError):
+        if run.exists:
+            findings = replace(findings, history=_select_epochs(run.read_json("history.json") or []))
+        else:
+            findings = replace(findings, fold_histories=_read_fold_histories(run.uri, run.config))
+    return [c for c in findings.scored_checkpoints(Evaluation(name, summary, [])) if c.is_stale]
 
 
 def _select_epochs(history: Sequence[Any]) -> list[dict[str, Any]]:

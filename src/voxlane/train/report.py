@@ -88,7 +88,7 @@ def render_run_page(findings: Findings) -> str:
         score=score,
         notes=partial(_describe_scoring, findings),
         dot_chart=partial(_dot_chart, colours),
-        evaluate_command=f"voxlane evaluate {shlex.quote(findings.uri)}",
+        evaluate_command=partial(_evaluate_command, findings),
         curves=_curves(findings, colours),
         scored_weights=partial(_describe_scored_weights, findings),
         stale_notes=partial(_describe_stale_scores, findings),
@@ -234,6 +234,19 @@ def _describe_stale_scores(findings: Findings, evaluation: Evaluation) -> list[s
     return notes
 
 
+def _evaluate_command(findings: Findings, evaluation: Evaluation | None = None) -> str:
+    """Return the command that makes an evaluation of the run again; None: that of its held-out cases."""
+    words = ["voxlane", "evaluate", findings.uri]
+    summary = evaluation.summary if evaluation else {}
+    if evaluation and summary.get("images"):
+        words += ["--images", str(summary["images"])]
+        words += ["--labels", str(summary["labels"])] if summary.get("labels") else []
+        words += ["--name", evaluation.name]
+    if ((summary.get("config") or {}).get("predict") or {}).get("checkpoint") == "best":
+        words += ["predict.checkpoint=best"]
+    return shlex.join(words)
+
+
 def _describe_resumes(run: Mapping[str, Any]) -> list[tuple[str, str]]:
     """Return time and command of each start after the first."""
     resumes = [resume for resume in run.get("resumes") or () if isinstance(resume, dict)]
@@ -326,7 +339,7 @@ def _setup_facts(run: Mapping[str, Any]) -> Facts:
     intensities = [escape(_describe_normalisation(channel)) for channel in plan.get("normalisation") or ()]
     return _keep_known(
         ("Prepared data", _code(data.get("uri"))),
-        ("Fingerprint", _code(data.get("fingerprint"))),
+        ("Digest", _code(data.get("fingerprint"))),
         ("Channels", ", ".join(map(str, description.get("channels") or ()))),
         ("Labels", ", ".join(labels)),
         ("Regions", "; ".join(regions)),

@@ -28,6 +28,7 @@ from voxlane.store import Store, StoreConfig
 from voxlane.store.bucket import ignore_missing_object
 from voxlane.store.lease import JobStart, Lease
 from voxlane.train.config import TrainConfig
+from voxlane.train.model_files import MODEL_JSON
 from voxlane.volume.description import Description
 from voxlane.volume.plan import Plan, Triple
 from voxlane.volume.prepared_dataset import as_prefix
@@ -105,6 +106,12 @@ class Run:
         return facts
 
     def _missing_error(self) -> RunError:
+        if self.store.exists(self.key(MODEL_JSON)):
+            return RunError(
+                "this is an exported model, and not a run",
+                uri=self.folder_uri,
+                fix="Give the run, or segment scans with voxlane predict and score the masks with voxlane score",
+            )
         return RunError("no run exists here", uri=self.folder_uri, fix="Train one: voxlane train DATA --run RUN")
 
     def damaged_error(self) -> RunError:

@@ -52,9 +52,9 @@ def base_distributions() -> set[str]:
     return names
 
 
-@pytest.fixture(scope="module")
-def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """Variables of processes in which all other installed packages cannot be imported."""
+def make_environment(folder: Path) -> dict[str, str]:
+    """Return variables of processes in which all other installed packages cannot be imported; `folder` is for a file
+    that blocks them."""
     allowed = base_distributions() | {"voxlane"}
     modules = importlib.metadata.packages_distributions()
     blocked = {
@@ -64,10 +64,14 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     }
     assert {"lightning", "zarr", "numcodecs", "matplotlib", "monai", "safetensors", "onnx"} <= blocked
     assert not {"torch", "numpy", "nibabel", "scipy", "obstore", "pydantic"} & blocked
-    folder = tmp_path_factory.mktemp("base")
     (folder / "sitecustomize.py").write_text(BLOCK.format(blocked=blocked))
     path = os.pathsep.join([str(folder), str(REPOSITORY / "src")])
     return {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+
+
+@pytest.fixture(scope="module")
+def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    return make_environment(tmp_path_factory.mktemp("base"))
 
 
 def run(environment: dict[str, str], *words: str) -> subprocess.CompletedProcess[str]:

@@ -175,10 +175,10 @@ def start_from_the_model(voxlane: Callable[..., str], weights: str) -> None:
 
 def assert_equal_weights(first: Run, second: Run) -> str:
     """Return the digest of the last weights of two runs, which are equal."""
-    ours, theirs = load_weights(first, "last"), load_weights(second, "last")
-    assert ours.keys() == theirs.keys()
-    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
-    return compute_digest(ours)
+    weights, others = load_weights(first, "last"), load_weights(second, "last")
+    assert weights.keys() == others.keys()
+    assert all(torch.equal(weights[name], others[name]) for name in weights)
+    return compute_digest(weights)
 
 
 def read_checkpoint(gcs: Bucket, run_uri: str, evaluation: str) -> dict[str, Any]:

@@ -13,7 +13,7 @@ import torch
 
 from tests.model.test_cuda_graphs import RecomputedStep
 from tests.train import tiny_models, tiny_runs
-from tests.train.test_fit import TINY, fit, fold_with_cases, same, weights
+from tests.train.test_fit import TINY, fit, fold_with_cases, same, train_first_epoch, weights
 from tests.train.test_step import DESCRIPTION, PLAN
 from tests.volume import sample_data
 from voxlane.checkpoint import Checkpoint
@@ -22,7 +22,7 @@ from voxlane.store import StoreConfig
 from voxlane.testing import Emulator
 from voxlane.train import segmenter
 from voxlane.train.config import build_config
-from voxlane.train.fit import train
+from voxlane.train.fit import fit_rank, train
 from voxlane.train.initial_weights import compute_digest
 from voxlane.train.report import report
 from voxlane.train.run import Run
@@ -58,6 +58,11 @@ def finetune(data: str, run: Path, source: Path | str, resume: bool = False, **m
         return train(data, str(run), more, resume=True, progress=False)
     values = {**PLAIN, "fold": fold_with_cases(Prepared.load(data)), "init_from": str(source), **more}
     return train(data, str(run), values, progress=False)
+
+
+def finetune_first_epoch(data: str, run: Path, source: Path | str, **more: Any) -> None:
+    values = {**PLAIN, "fold": fold_with_cases(Prepared.load(data)), "init_from": str(source), **more}
+    train_first_epoch(data, run, values)
 
 
 def losses(run: Path) -> list[float]:
@@ -129,9 +134,9 @@ def test_fine_tuning_resumes_exactly(data: str, source: Path, tmp_path: Path, st
         (tmp_path / "paused").mkdir()
         for name in ("run.json", "initial.ckpt", "initial.ckpt.sums"):
             (tmp_path / "paused" / name).write_bytes((tmp_path / "whole" / name).read_bytes())
-        finetune(data, tmp_path / "paused", source, resume=True, max_minutes=1e-6)  # before the first checkpoint
+        fit_rank(str(tmp_path / "paused"), None, False, False, until_epoch=1)  # before the first checkpoint
         assert len(losses(tmp_path / "paused")) == 1
-        finetune(data, tmp_path / "paused", source, resume=True, max_minutes=None, init_from=str(source))
+        finetune(data, tmp_path / "paused", source, resume=True, init_from=str(source))
     finally:
         gone.rename(source)
     assert same(weights(tmp_path / "whole"), weights(tmp_path / "paused"))
@@ -161,8 +166,8 @@ def test_two_ranks_fine_tune_the_same_network(
     orders = [("a", two, single)] if strategy == "ddp" else [("a", two, single), ("b", single, two), ("c", two, two)]
     for name, first, second in orders:
         run = tmp_path / name
-        finetune(data, run, source, finetune=values, optimizer=optimizer, max_minutes=1e-6, **first)
-        finetune(data, run, source, resume=True, max_minutes=None, **second)
+        finetune_first_epoch(data, run, source, finetune=values, optimizer=optimizer, **first)
+        finetune(data, run, source, resume=True, **second)
         expected, trained = weights(tmp_path / "alone"), weights(run)
         assert max(float((expected[k] - trained[k]).abs().max()) for k in expected) < 1e-4, name
         assert changed_tensors(run).isdisjoint(encoder(run)) == ("freeze_steps" not in values)
@@ -176,8 +181,8 @@ def test_sharded_states_of_frozen_weights_begin_when_they_are_trained(
     """The run is stopped after three steps. Loading the checkpoint makes up states for all weights."""
     values = {"freeze_encoder": True, "freeze_steps": steps}
     two = {"devices": 2, "strategy": "fsdp"}
-    finetune(data, tmp_path / "run", source, finetune=values, max_minutes=1e-6, **two)
-    finetune(data, tmp_path / "run", source, resume=True, max_minutes=None, **two)
+    finetune_first_epoch(data, tmp_path / "run", source, finetune=values, **two)
+    finetune(data, tmp_path / "run", source, resume=True, **two)
     saved = torch.load(tmp_path / "run/checkpoints/last.ckpt", weights_only=True)["optimizer_states"][0]
     names = list(network_weights(tmp_path / "run"))
     counts = {names[number]: int(state["step"]) for number, state in saved["state"].items()}

@@ -22,7 +22,8 @@ from voxlane.store import StoreConfig
 from voxlane.testing import Emulator
 from voxlane.train import segmenter
 from voxlane.train.config import build_config
-from voxlane.train.fit import fit_rank, train
+from voxlane.train.fit import fit as fit_rank
+from voxlane.train.fit import train
 from voxlane.train.initial_weights import compute_digest
 from voxlane.train.report import report
 from voxlane.train.run import Run

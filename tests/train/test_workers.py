@@ -29,6 +29,7 @@ from voxlane.train.fit import fit, train
 from voxlane.train.recorder import hash_patch
 from voxlane.train.run import Run
 from voxlane.train.run_setup import prepare_run
+from voxlane.volume.dataset_index import encode_header
 from voxlane.volume.plan import Network, Plan
 from voxlane.volume.prepared_dataset import Prepared
 
@@ -90,15 +91,19 @@ def test_two_ranks_equal_one(data: str, alone: Path, tmp_path: Path) -> None:
     assert [entry["ranks"] for entry in history(tmp_path / "run")] == [2, 2, 2]
 
 
+def plan_dice_over_the_batch(dataset: Path) -> None:
+    header = json.loads((dataset / "prepared.json").read_text())
+    assert header["plan"]["batch_dice"] is False
+    header["plan"]["batch_dice"] = True
+    del header["checksum"]
+    (dataset / "prepared.json").write_bytes(encode_header(header))
+
+
 def test_two_ranks_equal_one_with_dice_over_the_batch(data: str, tmp_path: Path) -> None:
     sample_data.prepare_dataset(
         sample_data.write_folder(tmp_path / "scans", sample_data.make_kits19()), str(tmp_path / "data")
     )
-    facts = tmp_path / "data" / "prepared.json"
-    prepared = json.loads(facts.read_text())
-    assert prepared["plan"]["batch_dice"] is False
-    prepared["plan"]["batch_dice"] = True
-    facts.write_text(json.dumps(prepared))
+    plan_dice_over_the_batch(tmp_path / "data")
     for name, devices in (("one", 1), ("two", 2)):
         train(str(tmp_path / "data"), str(tmp_path / name), make_config(data, devices=devices), progress=False)
     assert json.loads((tmp_path / "one" / "run.json").read_text())["plan"]["batch_dice"]
@@ -208,10 +213,7 @@ def test_parts_do_not_change_a_dice_over_the_batch(data: str, tmp_path: Path) ->
     sample_data.prepare_dataset(
         sample_data.write_folder(tmp_path / "scans", sample_data.make_kits19()), str(tmp_path / "data")
     )
-    facts = tmp_path / "data" / "prepared.json"
-    prepared = json.loads(facts.read_text())
-    prepared["plan"]["batch_dice"] = True
-    facts.write_text(json.dumps(prepared))
+    plan_dice_over_the_batch(tmp_path / "data")
     dataset = str(tmp_path / "data")
     prepare_run(dataset, str(tmp_path / "one"), make_config(data))
     prepare_run(dataset, str(tmp_path / "two"), make_config(data), ranks=2)

@@ -11,6 +11,7 @@ import pytest
 from tests.conftest import Bucket
 from tests.volume import sample_data
 from voxlane.errors import ConfigError, LayoutError
+from voxlane.volume.dataset_index import encode_header
 from voxlane.volume.prepared_dataset import HEADER, Prepared
 from voxlane.volume.split_files import choose_split, load_groups, load_split, parse_split
 from voxlane.volume.splits import Fold, fold_for_patient
@@ -192,13 +193,13 @@ def test_dataset_of_an_earlier_version_keeps_folds_and_digest(scans: str, tmp_pa
     """Rewrite a header as earlier versions did, and prepare the dataset again."""
     hashed = sample_data.prepare_dataset(scans, str(tmp_path / "data"), split="hash", folds=5).prepared
     header = json.loads((tmp_path / "data" / HEADER).read_text())
-    del header["split"]
-    (tmp_path / "data" / HEADER).write_text(json.dumps({**header, "digest": "0123456789abcdef"}))
+    del header["split"], header["checksum"]
+    (tmp_path / "data" / HEADER).write_bytes(encode_header(header))
     old = Prepared.load(hashed.uri)
     assert [old.case(row).fold for row in range(6)] == [fold_for_patient(name, 5) for name in names(*range(6))]
     again = sample_data.prepare_dataset(scans, str(tmp_path / "data"), folds=5).prepared
     assert again.table.equals(old.table)
-    assert again.digest == "0123456789abcdef"
+    assert again.digest == hashed.digest
     balanced = sample_data.prepare_dataset(scans, str(tmp_path / "data"), folds=3, split="balanced").prepared
     assert [len(balanced.split(fold)[1]) for fold in range(3)] == [2, 2, 2]
-    assert balanced.digest == "0123456789abcdef", "the runs of the old dataset continue with their own split"
+    assert balanced.digest == hashed.digest, "the runs of the old dataset continue with their own split"

@@ -146,7 +146,7 @@ class KillHarness:
                 "bench checkpoint",
                 lambda target: [
                     *("bench", "checkpoint", "--dir", str(target), "--ranks", "2", "--layers", "2", "--saves", "3"),
-                    *("--loads", "1", "--accelerator", "cpu"),
+                    *("--loads", "1", "--accelerator", "cpu", "--out", f"{target}.json"),
                 ],
                 lambda target: True,
             ),
